@@ -1,0 +1,62 @@
+"""``flash`` on CPU: PyTorch's fused operator, called directly behind every check that PyTorch makes before it.
+
+Called raw, the operator returns wrong numbers without a word for a last-dim stride other than 1 and for keys of
+batch 1, so all of PyTorch's conditions are declared here.
+Source: ``check_*`` of PyTorch's ``sdp_utils_cpp.h`` as tried out on torch 2.13.0 on CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from smartattn import versions
+from smartattn.backends.base import Backend, Capabilities, Runner
+from smartattn.backends.math import additive
+from smartattn.environment import Environment
+from smartattn.signature import Signature
+
+
+class FlashCpu(Backend):
+    """The fused CPU operator."""
+
+    name = "flash"
+    capabilities = Capabilities(
+        device_types=("cpu",),
+        ranks=(4,),
+        supports_different_head_dims=False,
+        supports_mask_grad=False,
+        supports_dropout=False,
+        needs_unit_last_stride=True,
+    )
+
+    def extra_reasons(self, signature: Signature, environment: Environment) -> tuple[str, ...]:
+        """Add the rules on masks and switches."""
+        del environment
+        found = []
+        if signature.has_mask_tensor and len(signature.mask_axes) not in (2, 4):
+            found.append(f"takes masks of 2 or 4 dimensions; this one has {len(signature.mask_axes)}")
+        if "f" in signature.disabled:
+            found.append("is switched off in this process (enable_flash_sdp or sdpa_kernel)")
+        return tuple(found)
+
+    def bind(self, signature: Signature) -> Runner:
+        """Return the operator behind mask conversion."""
+        del signature
+        return run_flash_cpu
+
+
+def run_flash_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,  # noqa: FBT001 - positional as in every runner
+    scale: float | None,
+    enable_gqa: bool,  # noqa: FBT001
+) -> torch.Tensor:
+    """Run the fused CPU operator."""
+    del enable_gqa  # the operator reads grouped keys as they are
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = additive(attn_mask, query.dtype)
+    return versions.flash_for_cpu(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]

@@ -1,0 +1,213 @@
+"""What tuning found: one outcome per route, kept whole, also when a route was rejected, failed or was wrong.
+
+The choice is derived from a record when it is needed (``choice``), so a new objective needs no new measuring.
+A record is plain data on disk; a file can only name routes, never carry code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from smartattn.buckets import Bucket, bucket_of
+from smartattn.environment import SCHEMA, Provenance
+from smartattn.signature import Signature, parse_signature
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A route that is valid and was measured.
+
+    Attributes:
+        device_us: median device time per call (forward and backward when training).
+        host_us: median host time per call.
+        spread_us: interquartile range of the eager cost.
+        n: number of timed blocks behind the medians.
+        error: largest error against the reference, as a share of what is allowed.
+        version: of the backend.
+        plan_ms: what a first call at a new exact shape costs beyond a steady one.
+        peak_bytes: most bytes allocated beyond inputs and output during a call.
+        resolved: backend that ``stock`` ran; empty elsewhere.
+    """
+
+    is_: ClassVar[str] = "timed"
+    device_us: float
+    host_us: float
+    spread_us: float
+    n: int
+    error: float
+    version: str
+    plan_ms: float = 0.0
+    peak_bytes: int = 0
+    resolved: str = ""
+
+    @property
+    def cost_us(self) -> float:
+        """Steady cost of an eager call: the slower of device and host."""
+        return max(self.device_us, self.host_us)
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """A route whose result differed from the reference.
+
+    Attributes:
+        reason: which probe, where and by how much.
+        version: of the backend.
+    """
+
+    is_: ClassVar[str] = "invalid"
+    reason: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A route that raised.
+
+    Attributes:
+        reason: type and text of the error.
+        version: of the backend.
+    """
+
+    is_: ClassVar[str] = "failed"
+    reason: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A route that was not run.
+
+    Attributes:
+        reasons: all of them.
+    """
+
+    is_: ClassVar[str] = "rejected"
+    reasons: tuple[str, ...]
+
+
+Outcome = Timed | Invalid | Failed | Rejected
+_OUTCOMES: dict[str, type[Outcome]] = {kind.is_: kind for kind in (Timed, Invalid, Failed, Rejected)}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Everything that tuning found for one signature.
+
+    Attributes:
+        signature: the exact problem that was measured.
+        outcomes: route name to outcome, in the order that breaks ties.
+        provenance: circumstances.
+        bucket: the range of lengths that this record may answer for; ``None`` for an exact record.
+    """
+
+    signature: Signature
+    outcomes: Mapping[str, Outcome]
+    provenance: Provenance
+    bucket: Bucket | None = None
+    schema: int = field(default=SCHEMA)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outcomes", MappingProxyType(dict(self.outcomes)))
+
+    @property
+    def digest(self) -> str:
+        """Name of the record's file."""
+        return self.signature.digest if self.bucket is None else self.bucket.digest
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the stored form."""
+        data: dict[str, Any] = {"schema": self.schema, "signature": str(self.signature)}
+        if self.bucket is not None:
+            data["bucket"] = {name: list(ends) for name, ends in self.bucket.ranges.items()}
+        data["outcomes"] = {name: outcome_to_dict(outcome) for name, outcome in self.outcomes.items()}
+        data["provenance"] = self.provenance.to_dict()
+        return data
+
+
+def outcome_to_dict(outcome: Outcome) -> dict[str, Any]:
+    """Return the stored form of one outcome; fields at their default are left out."""
+    data: dict[str, Any] = {"is": outcome.is_}
+    for item in dataclasses.fields(outcome):
+        value = getattr(outcome, item.name)
+        if value != item.default:
+            data[item.name] = list(value) if isinstance(value, tuple) else _rounded(value)
+    return data
+
+
+def _rounded(value: object) -> object:
+    # Four digits are beyond what any measurement here can repeat, and keep a record under 4 KB.
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def outcome_from_dict(data: object) -> Outcome:
+    """Return the outcome of a stored form; raise ``ValueError`` for anything else."""
+    if not isinstance(data, dict) or data.get("is") not in _OUTCOMES:
+        raise ValueError(f"{data!r} is no outcome")
+    kind = _OUTCOMES[data["is"]]
+    values = {}
+    for item in dataclasses.fields(kind):
+        if item.name in data:
+            values[item.name] = _checked(item.name, data[item.name], str(item.type))
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ValueError(f"an outcome lacks a field: {error}") from None
+
+
+def _checked(name: str, value: object, type_name: str) -> Any:  # noqa: ANN401 - one of four plain types, checked here
+    if type_name == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+        if math.isfinite(value) and value >= 0:
+            return float(value)
+    elif type_name == "int" and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    elif type_name == "str" and isinstance(value, str):
+        return value
+    elif type_name.startswith("tuple") and isinstance(value, list) and all(isinstance(v, str) for v in value):
+        return tuple(value)
+    raise ValueError(f"{name} of an outcome cannot be {value!r}")
+
+
+def record_from_dict(data: object) -> Record:
+    """Return the record of a stored form.
+
+    Raises:
+        ValueError: for any other data, another schema, or a bucket that its signature does not fall into. (A
+            signature text that makes no sense raises ``UnknownNameError``, which is a ``ValueError``.)
+    """
+    if not isinstance(data, dict):
+        raise ValueError("a record is an object")
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"schema is {data.get('schema')!r}; this version reads {SCHEMA}")
+    outcomes, text, provenance = data.get("outcomes"), data.get("signature"), data.get("provenance")
+    if not isinstance(outcomes, dict) or not isinstance(text, str) or not isinstance(provenance, dict):
+        raise ValueError("a record has a signature, outcomes and a provenance")
+    signature = parse_signature(text)
+    bucket = None
+    if data.get("bucket") is not None:
+        bucket = bucket_of(signature)
+        if data["bucket"] != {name: list(ends) for name, ends in bucket.ranges.items()}:
+            raise ValueError("the bucket does not belong to the signature")
+    return Record(
+        signature=signature,
+        outcomes={str(name): outcome_from_dict(value) for name, value in outcomes.items()},
+        provenance=provenance_from_dict(provenance),
+        bucket=bucket,
+    )
+
+
+def provenance_from_dict(data: Mapping[str, Any]) -> Provenance:
+    """Return the provenance of a stored form; raise ``ValueError`` for anything else."""
+    values = {}
+    for item in dataclasses.fields(Provenance):
+        value = data.get(item.name)
+        expected = {"str": str, "int": int, "bool": bool}[str(item.type)]
+        if type(value) is not expected:
+            raise ValueError(f"{item.name} of a provenance cannot be {value!r}")
+        values[item.name] = value
+    return Provenance(**values)

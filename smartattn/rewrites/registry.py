@@ -1,0 +1,7 @@
+"""The one table of rewrites."""
+
+from __future__ import annotations
+
+from smartattn.rewrites.base import Rewrite
+
+REWRITES: tuple[Rewrite, ...] = ()

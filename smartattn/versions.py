@@ -1,0 +1,125 @@
+"""Everything that differs between PyTorch versions or builds, and every private name of PyTorch that is read.
+
+Nothing else in the package may ask for a version or touch ``torch._C``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+TORCH = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:3])
+OLDEST_TORCH = (2, 11, 0)
+
+sdpa: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
+"""PyTorch's own function as it was when smartattn was imported; anything else found in its place is foreign."""
+
+len_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+len_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+functorch_level: Callable[[], Any] = torch._C._functorch.maybe_current_level
+is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Id of the running backward pass of this thread, -1 outside of one."""
+
+flash_enabled: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+efficient_enabled: Callable[[], bool] = torch._C._get_mem_efficient_sdp_enabled
+cudnn_enabled: Callable[[], bool] = torch._C._get_cudnn_sdp_enabled
+math_enabled: Callable[[], bool] = torch._C._get_math_sdp_enabled
+reduced_math_enabled: Callable[[], bool] = torch._C._get_math_sdp_allow_fp16_bf16_reduction
+
+fused_choice: Callable[..., int] = torch._fused_sdp_choice
+"""Which backend PyTorch would run for these arguments: a value of ``SDPBackend``."""
+
+flash_for_cpu: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
+math_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch._scaled_dot_product_attention_math
+flash_attention: Callable[..., tuple[Any, ...]] = torch._scaled_dot_product_flash_attention
+efficient_attention: Callable[..., tuple[Any, ...]] = torch._scaled_dot_product_efficient_attention
+cudnn_attention: Callable[..., tuple[Any, ...]] = torch._scaled_dot_product_cudnn_attention
+
+ACCEPTS_MASK_AND_CAUSAL = TORCH < (2, 14)
+"""Whether the selector of SDPA lets ``attn_mask`` pass together with ``is_causal`` (fused paths then apply both).
+
+Source: pytorch#187801; torch 2.13.0 on CPU applies both on Flash, Math raises.
+"""
+
+PROMOTES_UNBATCHED = TORCH >= (2, 14)
+"""Whether SDPA itself gives 3-D inputs a batch dimension before it chooses.
+
+Source: ``normalize_unbatched_input`` in the 2.14.1 headers; up to 2.13 a 3-D call always runs Math.
+"""
+
+RETURNS_ZEROS_FOR_EMPTY = TORCH >= (2, 12)
+
+
+def is_capturing(device_type: str) -> bool:
+    """Return whether the current stream is being captured into a graph."""
+    # The name exists in CPU builds but raises there.
+    return device_type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def active_flash_implementation() -> str:
+    """Return the name of the flash implementation that PyTorch would run (``FA2`` unless another was activated)."""
+    try:
+        from torch.nn.attention import current_flash_attention_impl  # noqa: PLC0415 - newer than the oldest torch
+    except ImportError:
+        return "FA2"
+    return str(current_flash_attention_impl() or "FA2")
+
+
+def function_modes() -> list[Any]:
+    """Return the active ``TorchFunctionMode`` objects, innermost last."""
+    return [torch._C._get_function_stack_at(i) for i in range(len_function_modes())]
+
+
+def disabled_backends() -> str:
+    """Return the letters of the SDPA backends that the process switched off: f, e, c, m."""
+    switches = (("f", flash_enabled), ("e", efficient_enabled), ("c", cudnn_enabled), ("m", math_enabled))
+    return "".join(letter for letter, is_enabled in switches if not is_enabled())
+
+
+def deterministic_mode() -> str:
+    """Return ``off``, ``warn`` or ``strict``."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return "off"
+    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "strict"
+
+
+def autocast_dtype_name(device_type: str) -> str:
+    """Return the dtype that autocast casts to on this device, empty when autocast is off there."""
+    if not is_any_autocast() or not torch.is_autocast_enabled(device_type):
+        return ""
+    return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+
+
+def float32_precision(device_type: str) -> str:
+    """Return the float32 matmul precision switch of this device type, empty at full precision.
+
+    The per-backend getters are read because ``torch.get_float32_matmul_precision`` raises once a program has mixed
+    PyTorch's older and newer ways of setting it (torch 2.9 and later).
+    """
+    backend = "cuda" if device_type == "cuda" else "mkldnn"
+    name = str(torch._C._get_fp32_precision_getter(backend, "matmul"))
+    return "" if name in ("none", "ieee") else name
+
+
+SMARTATTN = "0.1.0"
+
+
+@functools.cache
+def driver_version() -> str:
+    """Return the version of NVIDIA's kernel driver, empty where the system does not tell."""
+    try:
+        with open("/sys/module/nvidia/version", encoding="ascii", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        pass
+    try:
+        with open("/proc/driver/nvidia/version", encoding="ascii", errors="replace") as file:
+            found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", file.read())
+            return found[1] if found else ""
+    except OSError:
+        return ""

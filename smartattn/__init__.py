@@ -1,0 +1,1 @@
+"""Attention that measures, remembers and runs the fastest correct way to compute PyTorch's SDPA."""

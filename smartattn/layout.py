@@ -20,7 +20,9 @@ ALIGNMENT_BYTES = 16
 
 Source: torch's Efficient kernels read 16 bytes at a time (pytorch#183484).
 """
-_TEXT = re.compile(r"^(?P<order>[0-9a-z]+)(?P<gapped>~?)(?P<step>%?)(?:/(?P<expanded>[0-9a-z]+))?(?P<rows>!?)(?P<start>@?)$")
+_TEXT = re.compile(
+    r"^(?P<order>[0-9a-z]+)(?P<gapped>~?)(?P<step>%?)(?:/(?P<expanded>[0-9a-z]+))?(?P<rows>!?)(?P<start>@?)$"
+)
 
 
 @dataclass(frozen=True, slots=True)

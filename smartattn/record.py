@@ -160,7 +160,7 @@ def outcome_from_dict(data: object) -> Outcome:
         raise ValueError(f"an outcome lacks a field: {error}") from None
 
 
-def _checked(name: str, value: object, type_name: str) -> Any:  # noqa: ANN401 - one of four plain types, checked here
+def _checked(name: str, value: object, type_name: str) -> Any:
     if type_name == "float" and isinstance(value, int | float) and not isinstance(value, bool):
         if math.isfinite(value) and value >= 0:
             return float(value)
@@ -203,7 +203,7 @@ def record_from_dict(data: object) -> Record:
 
 def provenance_from_dict(data: Mapping[str, Any]) -> Provenance:
     """Return the provenance of a stored form; raise ``ValueError`` for anything else."""
-    values = {}
+    values: dict[str, Any] = {}
     for item in dataclasses.fields(Provenance):
         value = data.get(item.name)
         expected = {"str": str, "int": int, "bool": bool}[str(item.type)]

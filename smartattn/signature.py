@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -195,7 +195,7 @@ def _text(signature: Signature, *, with_lengths: bool) -> str:
     return " ".join(parts)
 
 
-def _fail(text: str, index: int, words: list[str], expected: str) -> UnknownNameError:
+def _fail(index: int, words: list[str], expected: str) -> UnknownNameError:
     read = " ".join(words[:index])
     given = words[index] if index < len(words) else "the end"
     return UnknownNameError(f"signature text makes sense up to {read!r}; then comes {given!r}, expected {expected}")
@@ -216,8 +216,8 @@ def parse_signature(text: str) -> Signature:
     ]
     for index, (expected, allowed) in enumerate(heads):
         if index >= len(words) or (allowed and words[index] not in allowed) or not words[index].isalnum():
-            raise _fail(text, index, words, expected)
-    sizes: dict[str, int] = {}
+            raise _fail(index, words, expected)
+    sizes: dict[str, Any] = {}
     batch: tuple[int, ...] = ()
     for index, name in enumerate(("N", *_SIZES), start=len(heads)):
         word = words[index] if index < len(words) else ""
@@ -225,21 +225,26 @@ def parse_signature(text: str) -> Signature:
         parts = () if name == "N" and number == "-" else tuple(number.split("x"))
         is_readable = word.startswith(name) and all(p.isdecimal() and int(p) > 0 for p in parts)
         if not is_readable or (name != "N" and len(parts) != 1):
-            raise _fail(text, index, words, f"{name} followed by its size, such as '{name}8'")
+            raise _fail(index, words, f"{name} followed by its size, such as '{name}8'")
         if name == "N":
             batch = tuple(map(int, parts))
         else:
             sizes[name] = int(number)
-    fields = _parse_fields(text, words, start=len(heads) + 1 + len(_SIZES))
+    fields = _parse_fields(words, start=len(heads) + 1 + len(_SIZES))
     if "layouts" not in fields:
-        raise _fail(text, len(words), words, "'layout=...'")
+        raise _fail(len(words), words, "'layout=...'")
     return Signature(
-        pass_name=words[1], device_type=words[2], dtype=words[3], batch=batch, **sizes, **fields  # type: ignore[arg-type]  # checked word by word above
+        pass_name=words[1],
+        device_type=words[2],
+        dtype=words[3],
+        batch=batch,
+        **sizes,
+        **fields,
     )
 
 
-def _parse_fields(text: str, words: list[str], start: int) -> dict[str, object]:
-    fields: dict[str, object] = {}
+def _parse_fields(words: list[str], start: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
     for index in range(start, len(words)):
         name, equals, value = words[index].partition("=")
         try:
@@ -260,7 +265,7 @@ def _parse_fields(text: str, words: list[str], start: int) -> dict[str, object]:
                 raise ValueError
         except ValueError:
             allowed = ", ".join(("layout", "mask", "scale", *_OPTIONAL))
-            raise _fail(text, index, words, f"name=value with a name of: {allowed}") from None
+            raise _fail(index, words, f"name=value with a name of: {allowed}") from None
     return fields
 
 

@@ -65,9 +65,9 @@ def run_eager(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
     dropout_p: float,
-    is_causal: bool,  # noqa: FBT001 - positional as in every runner
+    is_causal: bool,
     scale: float | None,
-    enable_gqa: bool,  # noqa: FBT001
+    enable_gqa: bool,
 ) -> torch.Tensor:
     """Run attention out of place."""
     del enable_gqa
@@ -94,9 +94,9 @@ def run_eager_inplace(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
     dropout_p: float,
-    is_causal: bool,  # noqa: FBT001
+    is_causal: bool,
     scale: float | None,
-    enable_gqa: bool,  # noqa: FBT001
+    enable_gqa: bool,
 ) -> torch.Tensor:
     """Run attention with the scores masked in place; needs gradients off."""
     del enable_gqa

@@ -51,9 +51,9 @@ def run_flash_cpu(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
     dropout_p: float,
-    is_causal: bool,  # noqa: FBT001 - positional as in every runner
+    is_causal: bool,
     scale: float | None,
-    enable_gqa: bool,  # noqa: FBT001
+    enable_gqa: bool,
 ) -> torch.Tensor:
     """Run the fused CPU operator."""
     del enable_gqa  # the operator reads grouped keys as they are

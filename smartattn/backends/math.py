@@ -39,9 +39,9 @@ def run_math(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
     dropout_p: float,
-    is_causal: bool,  # noqa: FBT001 - positional as in every runner
+    is_causal: bool,
     scale: float | None,
-    enable_gqa: bool,  # noqa: FBT001
+    enable_gqa: bool,
 ) -> torch.Tensor:
     """Run Math; a mask together with ``is_causal`` is folded into one, since the operator takes only either."""
     if attn_mask is not None:
@@ -62,7 +62,7 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(mask, zero, torch.full((), float("-inf"), dtype=dtype, device=mask.device))
 
 
-def fold_causal(mask: torch.Tensor, L: int, S: int, dtype: torch.dtype) -> torch.Tensor:  # noqa: N803 - axis letters
+def fold_causal(mask: torch.Tensor, L: int, S: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the additive mask that applies ``mask`` and the top-left triangle both."""
     triangle = torch.ones((L, S), dtype=torch.bool, device=mask.device).tril()
     if mask.dtype == torch.bool:

@@ -45,9 +45,9 @@ def run_stock(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
     dropout_p: float,
-    is_causal: bool,  # noqa: FBT001 - positional as in every runner
+    is_causal: bool,
     scale: float | None,
-    enable_gqa: bool,  # noqa: FBT001
+    enable_gqa: bool,
 ) -> torch.Tensor:
     """Call PyTorch's function as it was when smartattn was imported."""
     return versions.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-AXES = "7654321bhsd"
-MASK_AXES = "7654321bhls"
+AXES = "8765432bhsd"
+MASK_AXES = "8765432bhls"
 ALIGNMENT_BYTES = 16
 """Vector width of the loads that fused kernels use.
 
@@ -58,7 +58,7 @@ class Layout:
 
 def parse_layout(text: str) -> Layout:
     """Return the layout whose ``str`` is ``text``; raise ``ValueError`` otherwise."""
-    match = _TEXT.match(text)
+    match = _TEXT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no layout")
     return Layout(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -126,7 +127,17 @@ class Signature:
     @property
     def is_causal(self) -> bool:
         """Whether the top-left triangle applies (alone or together with a mask tensor)."""
-        return self.mask == "causal" or self.mask.startswith("causal+")
+        return self.tensor_mask.startswith("causal")
+
+    @property
+    def tensor_mask(self) -> str:
+        """Mask class as a backend sees it that knows no recognised classes: one of ``MASK_KINDS``.
+
+        A recognised class is a promise about the values of the mask tensor, which says all of it by itself.
+        """
+        if self.mask in MASK_KINDS:
+            return self.mask
+        return "bool" if self.mask_dtype in ("bool", "") else "additive"
 
     @property
     def has_mask_tensor(self) -> bool:
@@ -176,6 +187,15 @@ _OPTIONAL = (
     "reduced",
     "disabled",
 )
+_CHOICES = {
+    "scale": ("positive", "non_positive"),
+    "gqa": ("none", "enabled", "implicit"),
+    "dropout": ("none", "sixteenths", "other"),
+    "deterministic": ("off", "warn", "strict"),
+    "reduced": ("on",),
+}
+# Sizes are plain digits, few enough for any machine; int() would also take other scripts and underscores.
+_SIZE = re.compile(r"[1-9][0-9]{0,14}")
 _SIZES = ("Hq", "H", "L", "S", "E", "Ev")
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Signature)}
 
@@ -223,13 +243,15 @@ def parse_signature(text: str) -> Signature:
         word = words[index] if index < len(words) else ""
         number = word.removeprefix(name)
         parts = () if name == "N" and number == "-" else tuple(number.split("x"))
-        is_readable = word.startswith(name) and all(p.isdecimal() and int(p) > 0 for p in parts)
+        is_readable = word.startswith(name) and all(_SIZE.fullmatch(part) for part in parts)
         if not is_readable or (name != "N" and len(parts) != 1):
             raise _fail(index, words, f"{name} followed by its size, such as '{name}8'")
         if name == "N":
             batch = tuple(map(int, parts))
         else:
             sizes[name] = int(number)
+    if sizes["Hq"] % sizes["H"]:
+        raise _fail(len(heads) + 2, words, f"H followed by a divisor of {sizes['Hq']}")
     fields = _parse_fields(words, start=len(heads) + 1 + len(_SIZES))
     if "layouts" not in fields:
         raise _fail(len(words), words, "'layout=...'")
@@ -248,7 +270,9 @@ def _parse_fields(words: list[str], start: int) -> dict[str, Any]:
     for index in range(start, len(words)):
         name, equals, value = words[index].partition("=")
         try:
-            if not equals or not value:
+            if not equals or value not in _CHOICES.get(name, (value or None,)):
+                raise ValueError
+            if ("layouts" if name == "layout" else name) in fields:
                 raise ValueError
             if name == "layout":
                 parsed = [parse_layout(part) for part in value.split(",")]
@@ -264,8 +288,12 @@ def _parse_fields(words: list[str], start: int) -> dict[str, Any]:
             else:
                 raise ValueError
         except ValueError:
-            allowed = ", ".join(("layout", "mask", "scale", *_OPTIONAL))
-            raise _fail(index, words, f"name=value with a name of: {allowed}") from None
+            if name in _CHOICES and name not in fields:
+                expected = f"{name}= one of: {', '.join(_CHOICES[name])}"
+            else:
+                names = ", ".join(("layout", "mask", "scale", *_OPTIONAL))
+                expected = f"name=value, each name once, of: {names}"
+            raise _fail(index, words, expected) from None
     return fields
 
 

@@ -1,0 +1,69 @@
+"""What every test gets: a cache folder of its own, one thread, and no choice left over from the test before."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+from smartattn import events
+from smartattn.backends import registry
+from smartattn.settings import Settings, configure
+from tests.fakes import FakeClock
+
+
+# Real attention takes what it takes, so no example has a deadline; the same examples in every run.
+hypothesis.settings.register_profile("smartattn", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("smartattn")
+
+
+def _forget() -> None:
+    selector = sys.modules.get("smartattn.selector")
+    if selector is not None:
+        selector.forget_everything()
+    events.reset_stats()
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Give the test and its child processes a private cache folder, then restore all that lives in this process."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("SMARTATTN_CACHE_DIR", str(folder))
+    plugins, listeners = list(registry._plugins), list(events._listeners)
+    configure(**dataclasses.asdict(Settings(cache_dir=folder)))
+    _forget()
+    yield folder
+    registry._plugins[:], events._listeners[:] = plugins, listeners
+    _forget()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Keep PyTorch on one thread: the machine may be shared, and more make small tests slower."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """Make random inputs the same in every run."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def fake_clock() -> FakeClock:
+    """Return a clock that passes only when a fake says so."""
+    return FakeClock()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is no GPU, saying so."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device; PyTorch sees none on this machine")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -7,7 +7,7 @@ A record is plain data on disk; a file can only name routes, never carry code.
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -104,12 +104,14 @@ class Record:
         outcomes: route name to outcome, in the order that breaks ties.
         provenance: circumstances.
         bucket: the range of lengths that this record may answer for; ``None`` for an exact record.
+        dynamic: whether it was made for lengths declared to keep changing (pre-warmed by a range).
     """
 
     signature: Signature
     outcomes: Mapping[str, Outcome]
     provenance: Provenance
     bucket: Bucket | None = None
+    dynamic: bool = False
     schema: int = field(default=SCHEMA)
 
     def __post_init__(self) -> None:
@@ -125,6 +127,8 @@ class Record:
         data: dict[str, Any] = {"schema": self.schema, "signature": str(self.signature)}
         if self.bucket is not None:
             data["bucket"] = {name: list(ends) for name, ends in self.bucket.ranges.items()}
+        if self.dynamic:
+            data["dynamic"] = True
         data["outcomes"] = {name: outcome_to_dict(outcome) for name, outcome in self.outcomes.items()}
         data["provenance"] = self.provenance.to_dict()
         return data
@@ -147,10 +151,11 @@ def _rounded(value: object) -> object:
 
 def outcome_from_dict(data: object) -> Outcome:
     """Return the outcome of a stored form; raise ``ValueError`` for anything else."""
-    if not isinstance(data, dict) or data.get("is") not in _OUTCOMES:
+    if not isinstance(data, dict) or not isinstance(data.get("is"), str) or data["is"] not in _OUTCOMES:
         raise ValueError(f"{data!r} is no outcome")
     kind = _OUTCOMES[data["is"]]
     values = {}
+    _refuse_unknown("an outcome", data, {"is", *(item.name for item in dataclasses.fields(kind))})
     for item in dataclasses.fields(kind):
         if item.name in data:
             values[item.name] = _checked(item.name, data[item.name], str(item.type))
@@ -160,11 +165,18 @@ def outcome_from_dict(data: object) -> Outcome:
         raise ValueError(f"an outcome lacks a field: {error}") from None
 
 
+def _refuse_unknown(what: str, data: Mapping[str, Any], known: set[str]) -> None:
+    # A field of a later version may change what the others mean, so it is not passed over.
+    unknown = set(data) - known
+    if unknown:
+        raise ValueError(f"{what} has no field {min(unknown, key=str)!r}")
+
+
 def _checked(name: str, value: object, type_name: str) -> Any:
     if type_name == "float" and isinstance(value, int | float) and not isinstance(value, bool):
-        if math.isfinite(value) and value >= 0:
+        if 0 <= value <= sys.float_info.max:
             return float(value)
-    elif type_name == "int" and isinstance(value, int) and not isinstance(value, bool):
+    elif type_name == "int" and isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     elif type_name == "str" and isinstance(value, str):
         return value
@@ -182,15 +194,21 @@ def record_from_dict(data: object) -> Record:
     """
     if not isinstance(data, dict):
         raise ValueError("a record is an object")
-    if data.get("schema") != SCHEMA:
+    if type(data.get("schema")) is not int or data["schema"] != SCHEMA:
         raise ValueError(f"schema is {data.get('schema')!r}; this version reads {SCHEMA}")
+    _refuse_unknown("a record", data, {"schema", "signature", "bucket", "dynamic", "outcomes", "provenance"})
     outcomes, text, provenance = data.get("outcomes"), data.get("signature"), data.get("provenance")
     if not isinstance(outcomes, dict) or not isinstance(text, str) or not isinstance(provenance, dict):
         raise ValueError("a record has a signature, outcomes and a provenance")
+    if data.get("dynamic", True) is not True:
+        raise ValueError("dynamic is true or left out")
     signature = parse_signature(text)
     bucket = None
     if data.get("bucket") is not None:
-        bucket = bucket_of(signature)
+        try:
+            bucket = bucket_of(signature)
+        except OverflowError as error:
+            raise ValueError(f"the signature's lengths are beyond every bucket: {error}") from None
         if data["bucket"] != {name: list(ends) for name, ends in bucket.ranges.items()}:
             raise ValueError("the bucket does not belong to the signature")
     return Record(
@@ -198,12 +216,14 @@ def record_from_dict(data: object) -> Record:
         outcomes={str(name): outcome_from_dict(value) for name, value in outcomes.items()},
         provenance=provenance_from_dict(provenance),
         bucket=bucket,
+        dynamic=data.get("dynamic") is True,
     )
 
 
 def provenance_from_dict(data: Mapping[str, Any]) -> Provenance:
     """Return the provenance of a stored form; raise ``ValueError`` for anything else."""
     values: dict[str, Any] = {}
+    _refuse_unknown("a provenance", data, {item.name for item in dataclasses.fields(Provenance)})
     for item in dataclasses.fields(Provenance):
         value = data.get(item.name)
         expected = {"str": str, "int": int, "bool": bool}[str(item.type)]

@@ -1,0 +1,179 @@
+"""The public attention: a function and a module with PyTorch's arguments, and the hot path behind both.
+
+A hit is one key, one look-up, one call: no lock, log, disk or flag. Whatever is not a plain eager call has a key that
+is never in the table (its type, mode, transform or symbolic size is part of the key), so it needs no test of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+from smartattn import versions
+from smartattn.events import hot_hits
+from smartattn.first_sight import first_sight, recover
+from smartattn.wishes import Wish, wish_of
+
+_functional = torch.nn.functional
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_CAN_MISALIGN = torch.backends.cuda.is_built()
+"""Whether the start of the data can matter: only kernels on a GPU load 16 bytes at a time."""
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
+    scale: float | None = None,
+    enable_gqa: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
+    *,
+    backend: str | None = None,
+) -> torch.Tensor:
+    """Compute scaled dot-product attention by the fastest valid route known for this call.
+
+    Args:
+        query: (N, Hq, L, E); other ranks as PyTorch takes them.
+        key: (N, H, S, E); H divides Hq when ``enable_gqa``.
+        value: (N, H, S, Ev).
+        attn_mask: broadcastable to (N, Hq, L, S); bool (True is visible) or added to the scores.
+        dropout_p: share of probabilities to drop; applied whenever above 0, as in PyTorch.
+        is_causal: apply the top-left triangle; together with ``attn_mask`` both apply.
+        scale: factor on the scores; default 1 / sqrt(E).
+        enable_gqa: let each key head serve a group of query heads.
+        backend: name of a backend or route that must serve; default: the best one.
+
+    Returns:
+        (N, Hq, L, Ev), of the dtype and device of ``query``. A query row that sees no key is zero.
+
+    Raises:
+        RouteUnavailableError: when ``backend`` cannot serve, with all reasons.
+        UnknownNameError: when ``backend`` names nothing.
+        MissingRecordError: in mode ``error`` on a signature without a record.
+        RuntimeError: for wrong shapes, dtypes or devices, as PyTorch raises it.
+
+    Note:
+        A hit takes no lock and allocates nothing. A first sight may tune (bounded by ``signature_budget_ms`` and
+        ``process_budget_s``; synchronises the device). Under ``torch.compile`` it is PyTorch's own function.
+    """
+    wish = _DEFAULT if backend is None else wish_of(backend)
+    return attend(wish, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+class SmartAttention(torch.nn.Module):
+    """Scaled dot-product attention as a module: no parameters, no buffers, no entries in ``state_dict``.
+
+    Args:
+        backend: name of a backend (``cudnn``: the best route that ends in it) or of a route that must serve.
+        mode: ``tune``, ``record``, ``frozen``, ``error`` or ``off`` for this place; default: the process's setting.
+        accuracy: ``standard``, ``strict`` or ``approximate``; default: the process's setting.
+        dynamic: ``True``: lengths keep changing; ``False``: they repeat; default: the process's setting.
+        double_backward: keep to backends that can be differentiated twice (math and eager).
+
+    Raises:
+        UnknownNameError: for a backend, route, mode or accuracy that does not exist.
+
+    Note:
+        Holds no state: instances with equal arguments share their choices; ``deepcopy``, ``pickle`` and ``spawn``
+        carry the arguments alone.
+    """
+
+    def __init__(
+        self,
+        backend: str | None = None,
+        mode: str | None = None,
+        accuracy: str | None = None,
+        dynamic: bool | None = None,  # noqa: FBT001 - documented order of the constructor
+        double_backward: bool = False,  # noqa: FBT001, FBT002 - as above
+    ) -> None:
+        super().__init__()
+        self._wish = wish_of(backend, mode, accuracy, dynamic, double_backward)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Compute attention; arguments, result, errors and cost as ``scaled_dot_product_attention``."""
+        return attend(self._wish, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    def extra_repr(self) -> str:
+        """Return the arguments that differ from their default."""
+        names = ("backend", "mode", "accuracy", "dynamic", "double_backward")
+        given = zip(names, self._wish.arguments, strict=True)
+        return ", ".join(f"{name}={value!r}" for name, value in given if value is not None and value is not False)
+
+
+_DEFAULT = wish_of()
+
+
+def attend(
+    wish: Wish,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,  # noqa: FBT001 - positional on the hot path
+    scale: float | None,
+    enable_gqa: bool,  # noqa: FBT001 - as above
+) -> torch.Tensor:
+    """Answer one call for a wish."""
+    if _is_compiling():
+        return versions.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    hot_key: Hashable = None
+    try:
+        hot_key = (
+            query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+            query.dtype, key.dtype, value.dtype, query.device, type(query), type(key), type(value),
+            None if attn_mask is None else mask_key(attn_mask),
+            dropout_p, is_causal, scale, enable_gqa,
+            _is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
+            versions.is_any_autocast() and autocast_key(),
+            versions.len_function_modes(), versions.len_dispatch_modes(), versions.functorch_level(),
+            _functional.scaled_dot_product_attention,
+            versions.flash_enabled(), versions.efficient_enabled(), versions.cudnn_enabled(), versions.math_enabled(),
+            versions.reduced_math_enabled(), versions.deterministic_level(),
+            _CAN_MISALIGN and query.is_cuda and start_key(query, key, value),
+        )  # fmt: skip
+        run = wish.table[hot_key]
+    except (KeyError, TypeError, AttributeError, RuntimeError):
+        # A first sight, or arguments without a key: symbolic sizes, nested tensors, no tensors at all.
+        return first_sight(wish, hot_key, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+    hot_hits[0] += 1
+    try:
+        return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    except Exception as error:
+        return recover(wish, hot_key, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), error)
+
+
+def mask_key(mask: Any) -> Hashable:
+    """Return what of a mask decides the choice: its facts, not its values."""
+    if isinstance(mask, torch.Tensor):
+        start = _CAN_MISALIGN and mask.is_cuda and mask.data_ptr() & 15
+        wants_grad = _is_grad_enabled() and mask.requires_grad
+        return type(mask), mask.shape, mask.stride(), mask.dtype, mask.device, wants_grad, start
+    return mask  # type: ignore[no-any-return]  # a value object of smartattn.masks is its own key
+
+
+def start_key(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """Return which of the tensors start off a multiple of 16 bytes."""
+    starts = query.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15
+    return bool(starts[0]) | bool(starts[1]) << 1 | bool(starts[2]) << 2
+
+
+def autocast_key() -> Hashable:
+    """Return the autocast dtypes in force."""
+    return versions.autocast_dtype_name("cpu"), versions.autocast_dtype_name("cuda")

@@ -1,0 +1,394 @@
+"""From a first sight to a bound choice: memory, disk, then the mode's rule.
+
+A record is a hint about speed, never a permission: every binding asks the routes again whether they may serve this
+exact signature. Inference rents, then buys; training is final at first sight, because a recompute in checkpointing
+must meet the route that its forward took; in a backward pass nothing is tuned, and nobody waits for a tuning.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from smartattn import events, versions
+from smartattn.buckets import bucket_of
+from smartattn.choice import Choice, choose, has_plan
+from smartattn.clocks import Clock, clock_for
+from smartattn.environment import Environment, environment_of
+from smartattn.errors import MissingRecordError, RouteUnavailableError
+from smartattn.history import CountedRunner, History
+from smartattn.locks import tuning_lock
+from smartattn.memory import Memory
+from smartattn.record import Outcome, Record, Timed
+from smartattn.routes import Route, routes_for
+from smartattn.settings import Settings, settings
+from smartattn.signature import Call, Signature
+from smartattn.store import Store
+from smartattn.tuner import Tuning, TuningAbortedError
+from smartattn.view import View
+from smartattn.wishes import Binding, Wish
+
+LOCK_WAIT_S = 5.0
+"""How long a first sight waits while another thread or process tunes, before it takes the safe default."""
+EXACT_TUNING_RATIO = 20.0
+"""Time spent at one exact length, over the budget of a tuning, before that length is measured for itself.
+
+Source: a tuning then adds at most 5 % to what was spent already.
+"""
+RETRY_CALLS = 64
+"""Calls after which a safe default that stood in for a busy tuning is looked at again (inference only)."""
+MAX_PENDING = 4096
+WRITING_MODES = ("tune", "record")
+
+
+class Selector:
+    """All that this process knows and decides.
+
+    Attributes:
+        history: counts of calls per length.
+        clock: factory of clocks; tests put a fake one here.
+        spent_s: seconds that tunings of this process took.
+    """
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.clock: Callable[[torch.device], Clock] = clock_for
+        self.spent_s = 0.0
+        self._memory: Memory | None = None
+        self._layers: tuple[Path | None, tuple[Path, ...]] | None = None
+        self._lock = threading.RLock()
+        self._aborted = ""
+        self._planned: set[str] = set()
+        self._pending: dict[str, tuple[Environment, Signature]] = {}
+        self._quarantine: dict[tuple[str, str], dict[str, str]] = {}
+        self._sightings: dict[str, int] = {}
+
+    @property
+    def memory(self) -> Memory:
+        """Records in front of the disk; made at first use from the settings then in force."""
+        with self._lock:
+            if self._memory is None:
+                now = settings()
+                self._layers = now.cache_dir, now.layers
+                self._memory = Memory(Store(now.cache_dir, now.layers))
+            return self._memory
+
+    def settings_changed(self, now: Settings) -> None:
+        """Open other layers when the settings name others; counts, time spent and pending signatures stay."""
+        with self._lock:
+            layers = now.cache_dir, now.layers
+            if layers != self._layers:
+                self._layers = layers
+                self._memory = None
+
+    def reset(self) -> None:
+        """Forget all that this process knows; files stay."""
+        with self._lock:
+            self.__init__()  # type: ignore[misc]  # starting over is what the constructor does
+
+    def view(self, device: torch.device, signature: Signature, wish: Wish) -> View:
+        """Return what may serve a signature on a device."""
+        environment = environment_of(device)
+        stored = self.memory.store.quarantined(environment, signature)
+        quarantined = {name: entry.reason for name, entry in stored.items()}
+        quarantined |= self._quarantine.get((environment.digest, signature.digest), {})
+        return View(signature, environment, wish, wish.settings(), quarantined)
+
+    def decide(self, call: Call, signature: Signature, wish: Wish) -> Binding:
+        """Return the binding for a first sight; tunes when mode and circumstances allow.
+
+        Raises:
+            RouteUnavailableError: when ``backend`` was named and none of its routes can serve.
+            MissingRecordError: in mode ``error`` on a miss.
+        """
+        view = self.view(call.query.device, signature, wish)
+        if wish.backend is not None:
+            only = _only_route(view)
+            if only is not None:
+                return _bind(view, only, "explicit")
+        found = self.find(view)
+        if found is not None:
+            binding = self.bind_record(view, *found)
+            if binding is not None:
+                events.count("memory_hits" if found[1] in ("memory", "tuned") else "disk_hits")
+                return binding
+        events.count("misses")
+        mode = view.settings.mode
+        if mode == "tune":
+            return self._tune_or_default(call, view)
+        if mode == "error":
+            raise MissingRecordError(
+                f"nothing is stored for {signature}; mode is 'error'. Tune it first (mode 'tune', or pre-warm), or "
+                f"choose mode 'frozen' to run the safe default instead."
+            )
+        if mode == "record":
+            self.note_pending(view.environment, signature, "met in mode 'record'")
+        return self.safe_default(view)
+
+    def find(self, view: View) -> tuple[Record, str] | None:
+        """Return the record that may answer with its origin; ``None`` on a miss or when mode ``tune`` finds it stale."""
+        found = self.memory.find(view.environment, view.signature)
+        if found is None:
+            return None
+        is_tuning = view.settings.mode == "tune"
+        if is_tuning and (_is_stale(found[0]) or self._deserves_exact(view, found[0])):
+            return None
+        return found
+
+    def _deserves_exact(self, view: View, record: Record) -> bool:
+        """Return whether a length that a bucket answers for has taken so much time that it may be measured itself."""
+        signature = view.signature
+        if record.signature == signature or _is_final(view):
+            return False
+        num_calls = self.history.num_calls(signature.family, str(signature))
+        timed = [o.cost_us for o in record.outcomes.values() if isinstance(o, Timed)]
+        return bool(timed) and num_calls * min(timed) >= EXACT_TUNING_RATIO * view.settings.signature_budget_ms * 1e3
+
+    def consider(self, view: View, record: Record) -> Choice | None:
+        """Return what a record says is best for this exact signature now; ``None`` when nothing in it may serve."""
+        signature, text = view.signature, str(view.signature)
+        num_calls: float = self.history.num_calls(signature.family, text)
+        if _is_final(view):
+            num_calls = max(num_calls, self.history.expected_calls(signature.family, text))
+        return choose(
+            record.outcomes,
+            view.is_allowed(record),
+            dynamic=_dynamic(view, record),
+            num_calls=num_calls,
+            is_planned=text in self._planned,
+        )
+
+    def bind_record(self, view: View, record: Record, origin: str) -> Binding | None:
+        """Bind what a record says is best for this exact signature; ``None`` when nothing in it may serve.
+
+        Note:
+            An inference choice that waits for a plan to pay, or for its own tuning, counts its calls and asks again.
+        """
+        signature, text = view.signature, str(view.signature)
+        choice = self.consider(view, record)
+        route = None if choice is None else view.route(choice.route)
+        if choice is None or route is None:
+            return None
+        num_calls = self.history.num_calls(signature.family, text)
+        limits = [] if _is_final(view) else self._limits(view, record, choice, num_calls)
+        in_question = any(isinstance(o, Timed) and has_plan(o) for o in record.outcomes.values())
+        binding = _bind(view, route, origin, choice)
+        if not limits and not in_question:
+            return binding
+        counted = CountedRunner(binding.run, min(limits, default=None))
+        self.history.watch(signature.family, text, counted)
+        return Binding(counted, route.name, origin, signature, view.environment, choice)
+
+    def _limits(self, view: View, record: Record, choice: Choice, num_calls: int) -> list[int]:
+        found = [choice.break_even_calls - num_calls] if choice.faster else []
+        if view.settings.mode == "tune" and record.signature != view.signature:
+            budget_us = view.settings.signature_budget_ms * 1e3
+            found.append(math.ceil(EXACT_TUNING_RATIO * budget_us / max(choice.cost_us, 1.0)) - num_calls)
+        return [max(1, limit) for limit in found]
+
+    def safe_default(self, view: View, outcomes: Mapping[str, Outcome] | None = None, note: str = "") -> Binding:
+        """Bind the safe default."""
+        events.count("safe_defaults")
+        route = view.safe_route(outcomes or {})
+        return _bind(view, route, "safe default", note=note)
+
+    def _tune_or_default(self, call: Call, view: View) -> Binding:
+        why_not = self._why_not_tune(view)
+        if why_not:
+            return self._postpone(view, why_not)
+        with tuning_lock(call.query.device, LOCK_WAIT_S) as is_held:
+            if not is_held:
+                return self._postpone(view, "another tuning was running", is_passing=True)
+            # Whoever held the lock before may have tuned this very signature.
+            found = self.find(view)
+            record = found[0] if found is not None else self._tune(call, view)
+        if record is None:
+            return self._postpone(view, "its tuning failed")
+        return self.bind_record(view, record, "tuned" if found is None else found[1]) or self._unanswered(view, record)
+
+    def _unanswered(self, view: View, record: Record) -> Binding:
+        if view.wish.backend is not None:
+            reasons = {r.name: _outcome_reasons(record, r, view) for r in view.wished_routes()}
+            raise _unavailable(view, reasons)
+        return self.safe_default(view, record.outcomes, "no route was found valid")
+
+    def _why_not_tune(self, view: View) -> str:
+        if self._aborted:
+            return self._aborted
+        if versions.graph_task_id() != -1:
+            return "first met in a backward pass"
+        if versions.is_capturing(view.signature.device_type):
+            return "first met while a graph was captured"
+        if view.settings.agreement == "group":
+            return "left to smartattn.distributed.agree"
+        if self.spent_s >= view.settings.process_budget_s:
+            events.warn_once(
+                "process budget",
+                "smartattn has spent its %g s of tuning in this process; new shapes take the nearest known choice or "
+                "the safe default. Pre-warm them, call smartattn.tune_pending(), or raise process_budget_s.",
+                view.settings.process_budget_s,
+            )
+            return "process_budget_s was spent"
+        if not view.signature.wants_grad:
+            digest = bucket_of(view.signature).digest
+            seen = self._sightings[digest] = self._sightings.get(digest, 0) + 1
+            if seen < view.settings.tune_after:
+                return f"seen {seen} of {view.settings.tune_after} times (tune_after)"
+        return ""
+
+    def _postpone(self, view: View, why: str, *, is_passing: bool = False) -> Binding:
+        """Bind the nearest known choice, else the safe default, and note the signature for later."""
+        self.note_pending(view.environment, view.signature, why)
+        near = self.memory.nearest(view.environment, view.signature)
+        if near is not None:
+            binding = self.bind_record(view, near, "nearest bucket")
+            if binding is not None:
+                return binding
+        binding = self.safe_default(view, note=why)
+        is_waiting = is_passing or why.startswith("seen ")
+        if _is_final(view) or not is_waiting:
+            return binding
+        limit = RETRY_CALLS if is_passing else 1
+        counted = CountedRunner(binding.run, limit)
+        return Binding(counted, binding.route, binding.origin, view.signature, view.environment, note=why)
+
+    def tune_now(self, call: Call, signature: Signature, wish: Wish) -> Record | None:
+        """Tune a signature whatever the mode says about misses; ``None`` when the device stays busy or it broke.
+
+        Raises:
+            The accelerator's own error, when one that outlives its call was met.
+        """
+        view = self.view(call.query.device, signature, wish)
+        with tuning_lock(call.query.device, LOCK_WAIT_S) as is_held:
+            if not is_held:
+                return None
+            return self._tune(call, view)
+
+    def _tune(self, call: Call, view: View) -> Record | None:
+        """Tune and keep the record; ``None`` when the tuning itself broke (told once, with its traceback)."""
+        clock = self.clock(call.query.device)
+        start_s = clock.now_s()
+        known = self.memory.find(view.environment, view.signature)
+        answers_bucket = known is None or known[0].signature == view.signature or _is_stale(known[0])
+        bucket = bucket_of(view.signature) if answers_bucket else None
+        tuning = Tuning(
+            call, view.signature, view.environment, routes_for(view.signature), view.settings, clock,
+            view.quarantined, bucket,
+        )  # fmt: skip
+        try:
+            record = tuning.run()
+        except TuningAbortedError as error:
+            self._aborted = f"tuning stopped in this process: {error}"
+            events.warn_once("aborted", "smartattn stopped tuning in this process: %s", error)
+            raise error.__cause__ or error from None
+        except Exception:
+            events.logger.exception("smartattn could not tune %s; the safe default answers it", view.signature)
+            return None
+        finally:
+            taken_s = clock.now_s() - start_s
+            self.spent_s += taken_s
+        events.count("tunings")
+        events.count("tuning_s", taken_s)
+        self.keep(view.environment, record, view.settings)
+        self._planned.add(str(view.signature))
+        events.announce("tuning", signature=str(view.signature), seconds=taken_s, record=record.to_dict())
+        return record
+
+    def keep(self, environment: Environment, record: Record, now: Settings) -> None:
+        """Keep a record in memory, and on disk when the mode writes and the measurement was quiet."""
+        self._pending.pop(environment.digest + record.signature.digest, None)
+        self.memory.add(environment, record, publish=now.mode in WRITING_MODES and not record.provenance.noisy)
+
+    def note_pending(self, environment: Environment, signature: Signature, why: str) -> None:
+        """Note a signature for ``tune_pending``, on disk too when the mode writes."""
+        name = environment.digest + signature.digest
+        with self._lock:
+            if name in self._pending or len(self._pending) >= MAX_PENDING:
+                return
+            self._pending[name] = environment, signature
+        events.count("pending")
+        if settings().mode in WRITING_MODES:
+            self.memory.store.note_pending(environment, signature, why)
+
+    def pending(self) -> tuple[tuple[Environment, Signature], ...]:
+        """Return what this process noted and has not tuned since."""
+        with self._lock:
+            return tuple(self._pending.values())
+
+    def quarantine(self, binding: Binding, reason: str) -> None:
+        """Keep a route away from a signature until ``cache.forget`` lifts it."""
+        signature, environment = binding.signature, binding.environment
+        with self._lock:
+            self._quarantine.setdefault((environment.digest, signature.digest), {})[binding.route] = reason
+        events.count("quarantines")
+        events.announce("quarantine", signature=str(signature), route=binding.route, reason=reason)
+        route = next((r for r in routes_for(signature) if r.name == binding.route), None)
+        if settings().mode in WRITING_MODES and route is not None:
+            version = route.backend.version()
+            self.memory.store.put_in_quarantine(environment, signature, binding.route, reason, version)
+
+    def clear_notes(self) -> None:
+        """Forget this process's own pending notes and quarantine."""
+        with self._lock:
+            self._pending.clear()
+            self._quarantine.clear()
+
+    def lift_quarantine(self, environment: Environment, signature: Signature) -> None:
+        """Forget this process's own quarantine of a signature; the store forgets its own."""
+        with self._lock:
+            self._quarantine.pop((environment.digest, signature.digest), None)
+
+
+selector = Selector()
+"""The one selector of this process."""
+
+
+def _is_final(view: View) -> bool:
+    # frozen never switches; deterministic programs expect the same bits from the same call.
+    is_deterministic = view.signature.deterministic != "off"
+    return view.signature.wants_grad or is_deterministic or view.settings.mode == "frozen"
+
+
+def _is_stale(record: Record) -> bool:
+    """Return whether mode ``tune`` should measure again: another thread count on CPU, another driver elsewhere."""
+    if record.signature.device_type == "cpu":
+        return record.provenance.threads != torch.get_num_threads()
+    return record.provenance.driver != versions.driver_version()
+
+
+def _dynamic(view: View, record: Record) -> bool | None:
+    if view.settings.dynamic is not None:
+        return view.settings.dynamic
+    return True if record.dynamic else None
+
+
+def _bind(view: View, route: Route, origin: str, choice: Choice | None = None, note: str = "") -> Binding:
+    return Binding(route.bind(view.signature), route.name, origin, view.signature, view.environment, choice, note)
+
+
+def _only_route(view: View) -> Route | None:
+    """Return the route of an explicit backend when just one can serve; raise when none can."""
+    wished = view.wished_routes()
+    eligible = [route for route in wished if not view.reasons(route)]
+    if not eligible:
+        raise _unavailable(view, {route.name: view.reasons(route) for route in wished})
+    return eligible[0] if len(eligible) == 1 else None
+
+
+def _outcome_reasons(record: Record, route: Route, view: View) -> tuple[str, ...]:
+    outcome = record.outcomes.get(route.name)
+    found = getattr(outcome, "reason", "")
+    return view.reasons(route) + ((f"{outcome.is_}: {found}",) if outcome is not None and found else ())
+
+
+def _unavailable(view: View, reasons: dict[str, tuple[str, ...]]) -> RouteUnavailableError:
+    lines = "\n".join(f"  {name}: {'; '.join(found) or 'was not measured'}" for name, found in reasons.items())
+    return RouteUnavailableError(
+        f"backend={view.wish.backend!r} cannot serve {view.signature}:\n{lines}\n"
+        f"Leave backend unset to let any eligible route serve.",
+        reasons,
+    )

@@ -1,0 +1,153 @@
+"""What one place in a program asked for, and the choices bound there.
+
+A ``Wish`` is interned: the same arguments give the same object everywhere, so that modules share choices, hold no
+state of their own, and survive ``deepcopy``, ``pickle`` and ``spawn`` without carrying a table along.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from smartattn.backends.base import Runner
+from smartattn.choice import Choice
+from smartattn.environment import Environment
+from smartattn.routes import check_route_name
+from smartattn.settings import ACCURACIES, MODES, Settings, check_choice, settings
+from smartattn.signature import Signature
+
+MAX_BINDINGS = 16_384
+"""Most choices bound per wish; the oldest quarter leaves when it is full.
+
+Source: a key with its binding takes about 2 KB, so this bounds a table at about 32 MB.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A choice bound to one hot key.
+
+    Attributes:
+        run: what the hot path calls.
+        route: name of the route behind it.
+        origin: ``memory``, ``disk``, ``layer <path>``, ``tuned``, ``safe default``, ``nearest bucket`` or ``explicit``.
+        signature: of the call.
+        environment: where it runs.
+        choice: derivation from a record; ``None`` for safe defaults and explicit routes.
+        note: why it is provisional, empty when it is not.
+    """
+
+    run: Runner
+    route: str
+    origin: str
+    signature: Signature
+    environment: Environment
+    choice: Choice | None = None
+    note: str = ""
+
+
+class Wish:
+    """Arguments of one place, and its table of bound choices.
+
+    Attributes:
+        table: hot key to runner; read without a lock.
+        bindings: hot key to the whole binding, for failures and inspection.
+    """
+
+    __slots__ = ("accuracy", "backend", "bindings", "double_backward", "dynamic", "mode", "table")
+
+    def __init__(
+        self,
+        backend: str | None,
+        mode: str | None,
+        accuracy: str | None,
+        dynamic: bool | None,  # noqa: FBT001 - three states, positional only through wish_of
+        double_backward: bool,  # noqa: FBT001 - as above
+    ) -> None:
+        self.backend = backend
+        self.mode = mode
+        self.accuracy = accuracy
+        self.dynamic = dynamic
+        self.double_backward = double_backward
+        self.table: dict[Hashable, Runner] = {}
+        self.bindings: dict[Hashable, Binding] = {}
+
+    @property
+    def arguments(self) -> tuple[str | None, str | None, str | None, bool | None, bool]:
+        """What ``wish_of`` was called with."""
+        return self.backend, self.mode, self.accuracy, self.dynamic, self.double_backward
+
+    def __reduce__(self) -> tuple[Callable[..., Wish], tuple[Any, ...]]:
+        return wish_of, self.arguments
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wish:
+        return self
+
+    def settings(self) -> Settings:
+        """Return the process's settings with this wish's own on top."""
+        import dataclasses  # noqa: PLC0415 - only first sights come here
+
+        changes = {"mode": self.mode, "accuracy": self.accuracy, "dynamic": self.dynamic}
+        return dataclasses.replace(settings(), **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]  # each value was checked for its field
+
+    def bind(self, hot_key: Hashable, binding: Binding) -> None:
+        """Keep a choice for ``hot_key``; takes the lock."""
+        with _lock:
+            if len(self.table) >= MAX_BINDINGS:
+                for old in list(self.table)[: MAX_BINDINGS // 4]:
+                    self.table.pop(old, None)
+                    self.bindings.pop(old, None)
+            self.bindings[hot_key] = binding
+            self.table[hot_key] = binding.run
+
+    def unbind(self, hot_key: Hashable) -> None:
+        """Forget the choice for ``hot_key``, so that the next call is a first sight."""
+        with _lock:
+            self.table.pop(hot_key, None)
+            self.bindings.pop(hot_key, None)
+
+
+_lock = threading.RLock()
+_wishes: dict[tuple[Any, ...], Wish] = {}
+
+
+def wish_of(
+    backend: str | None = None,
+    mode: str | None = None,
+    accuracy: str | None = None,
+    dynamic: bool | None = None,  # noqa: FBT001 - pickled positionally
+    double_backward: bool = False,  # noqa: FBT001, FBT002 - as above
+) -> Wish:
+    """Return the one wish with these arguments.
+
+    Raises:
+        UnknownNameError: for a backend, route, mode or accuracy that does not exist.
+    """
+    arguments = (backend, mode, accuracy, dynamic, bool(double_backward))
+    found = _wishes.get(arguments)
+    if found is not None:
+        return found
+    if backend is not None:
+        check_route_name(backend)
+    if mode is not None:
+        check_choice("mode", mode, MODES)
+    if accuracy is not None:
+        check_choice("accuracy", accuracy, ACCURACIES)
+    with _lock:
+        return _wishes.setdefault(arguments, Wish(*arguments))
+
+
+def unbind_all() -> None:
+    """Forget every bound choice of every wish; records stay."""
+    with _lock:
+        for wish in _wishes.values():
+            wish.table.clear()
+            wish.bindings.clear()
+
+
+def all_bindings() -> list[Binding]:
+    """Return every binding of every wish."""
+    with _lock:
+        return [binding for wish in _wishes.values() for binding in wish.bindings.values()]

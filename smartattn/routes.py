@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from smartattn import guards
-from smartattn.backends.base import Backend, Runner
+from smartattn.backends.base import Backend, Runner, declared_reasons, takes_mask
 from smartattn.backends.registry import backend_names, backends_for
 from smartattn.environment import Environment
 from smartattn.errors import UnknownNameError
@@ -15,6 +15,7 @@ from smartattn.rewrites.registry import REWRITES
 from smartattn.signature import Signature
 
 SEPARATOR = "+"
+_BY_NAME = {rewrite.name: rewrite for rewrite in REWRITES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,89 @@ class Route:
 
 
 def routes_for(signature: Signature) -> tuple[Route, ...]:
-    """Return every route that may be thought of for a signature, eligible or not, in the order that breaks ties."""
-    backends = backends_for(signature.device_type).values()
-    return tuple(Route((), backend) for backend in backends)
+    """Return the routes worth thinking of for a signature, eligible or not, in the order that breaks ties.
+
+    Every backend stands alone first, so that its reasons are kept; then come its rewritten routes. A rewritten route is
+    left out when a rewrite does not apply, when the backend declares that it cannot take what is left, or when the
+    backend does the same by itself.
+    """
+    backends = tuple(backends_for(signature.device_type).values())
+    plain = tuple(Route((), backend) for backend in backends)
+    rewritten = tuple(Route(chain, backend) for backend in backends for chain in _chains(signature, backend))
+    return plain + rewritten
+
+
+_FOLDS_ITSELF = ("eager", "eager_inplace")
+"""Backends that fold the query group by themselves."""
+_NEVER_REWRITTEN = ("stock", "math")
+"""Stock is PyTorch's own call as it came; what a rewrite wins for Math, eager wins by itself."""
+_PADS_WORTH = ("efficient", "cudnn")
+"""Backends that take head dims in multiples of 8 and do not pad by themselves."""
+
+
+def _chains(signature: Signature, backend: Backend) -> list[tuple[Rewrite, ...]]:
+    """Return the lists of rewrites to try before ``backend``, none of them empty."""
+    if backend.name in _NEVER_REWRITTEN:
+        return []
+    repairs = _repairs(signature, backend)
+    if repairs is None:
+        return []
+    left = Route(repairs, backend).remaining(signature)
+    wholes = [(*repairs, *more) for more in _heads_and_masks(left, backend)]
+    return [whole for whole in wholes if whole and _is_thinkable(signature, Route(whole, backend))]
+
+
+def _repairs(signature: Signature, backend: Backend) -> tuple[Rewrite, ...] | None:
+    """Return what brings rank, memory and head dims into the form of a backend, ``None`` when nothing does."""
+    can = backend.capabilities
+    found: list[Rewrite] = []
+    left = signature
+
+    def apply(name: str) -> None:
+        nonlocal left
+        rewrite = _BY_NAME[name]
+        if not rewrite.reasons(left):
+            found.append(rewrite)
+            left = rewrite.transform(left)
+
+    if can.ranks and left.rank not in can.ranks:
+        apply("promote" if left.rank < min(can.ranks) else "flatten_batch")
+        if left.rank not in can.ranks:
+            return None
+    if can.needs_unit_last_stride or can.needs_aligned_start:
+        apply("contiguous")
+    if can.head_dim_multiple > 1 or backend.name in _PADS_WORTH:
+        apply("pad_head_dim")
+    if left.device_type != "cpu" and can.ranks:
+        apply("split_batch")
+    return tuple(found)
+
+
+def _heads_and_masks(left: Signature, backend: Backend) -> list[tuple[Rewrite, ...]]:
+    """Return the ways to write grouped heads and the mask for a backend, the empty one first."""
+    heads: list[tuple[Rewrite, ...]] = [()]
+    if left.group > 1 and backend.name not in _FOLDS_ITSELF:
+        fold, expand = _BY_NAME["fold_gqa"], _BY_NAME["expand_kv"]
+        if not fold.reasons(left):
+            heads.append((fold,))
+        elif not backend.capabilities.supports_groups:
+            # Repeating keys reads group times the bytes: worth a thought only where folding cannot be.
+            heads.append((expand,))
+    masks: list[tuple[Rewrite, ...]] = [()]
+    kind = left.tensor_mask.removeprefix("causal+")
+    if kind == "bool" and not takes_mask(backend.capabilities.masks, left):
+        masks = [(_BY_NAME["additive_mask"],)]
+    aligned = _BY_NAME["align_mask"]
+    if kind == "additive" and backend.name in _PADS_WORTH and not aligned.reasons(left):
+        masks.append((aligned,))
+    return [head + mask for head in heads for mask in masks]
+
+
+def _is_thinkable(signature: Signature, route: Route) -> bool:
+    for rewrite, before in route._stages(signature):
+        if rewrite.reasons(before):
+            return False
+    return not declared_reasons(route.backend.capabilities, route.remaining(signature))
 
 
 def parse_route(name: str, device_type: str) -> Route:
@@ -86,11 +167,10 @@ def parse_route(name: str, device_type: str) -> Route:
     backends = backends_for(device_type)
     if backend_name not in backends:
         raise UnknownNameError.of(f"backend of route {name!r} on {device_type}", backend_name, backends)
-    rewrites = {rewrite.name: rewrite for rewrite in REWRITES}
     for rewrite_name in rewrite_names:
-        if rewrite_name not in rewrites:
-            raise UnknownNameError.of(f"rewrite of route {name!r}", rewrite_name, rewrites)
-    return Route(tuple(rewrites[part] for part in rewrite_names), backends[backend_name])
+        if rewrite_name not in _BY_NAME:
+            raise UnknownNameError.of(f"rewrite of route {name!r}", rewrite_name, _BY_NAME)
+    return Route(tuple(_BY_NAME[part] for part in rewrite_names), backends[backend_name])
 
 
 def check_route_name(name: str) -> str:
@@ -98,10 +178,9 @@ def check_route_name(name: str) -> str:
     *rewrite_names, backend_name = name.split(SEPARATOR) if isinstance(name, str) else [str(name)]
     if backend_name not in backend_names():
         raise UnknownNameError.of("backend", name, backend_names())
-    known = {rewrite.name for rewrite in REWRITES}
     for rewrite_name in rewrite_names:
-        if rewrite_name not in known:
-            raise UnknownNameError.of(f"rewrite of route {name!r}", rewrite_name, known)
+        if rewrite_name not in _BY_NAME:
+            raise UnknownNameError.of(f"rewrite of route {name!r}", rewrite_name, _BY_NAME)
     return name
 
 

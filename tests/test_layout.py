@@ -30,7 +30,7 @@ CASES = {
     "odd rows": (whole(2, 3, 8, 5), "bhsd!"),
     "started between": (whole(2 * 3 * 8 * 16 + 1)[1:].view(2, 3, 8, 16), "bhsd@"),
     "3-D": (whole(3, 8, 16), "hsd"),
-    "5-D": (whole(2, 2, 3, 8, 16), "1bhsd"),
+    "5-D": (whole(2, 2, 3, 8, 16), "2bhsd"),
     "sizes of one": (whole(1, 1, 8, 16), "bhsd"),
     "a single element": (whole(1, 1, 1, 1), "bhsd"),
     "decoding step from BSHD": (whole(2, 1, 3, 16).transpose(1, 2), "bhsd"),

@@ -123,7 +123,7 @@ def declared_reasons(can: Capabilities, signature: Signature) -> tuple[str, ...]
         (bool(can.device_types) and s.device_type not in can.device_types,
          f"runs on {', '.join(can.device_types)}; the tensors are on {s.device_type}"),
         (s.dtype not in can.dtypes, f"takes {', '.join(can.dtypes)}; dtype is {s.dtype}"),
-        (not _allows_mask(can.masks, s.mask), f"takes masks of class {', '.join(can.masks)}; this one is {s.mask}"),
+        (not takes_mask(can.masks, s), f"takes masks of class {', '.join(can.masks)}; this one is {s.mask}"),
         (bool(can.ranks) and s.rank not in can.ranks,
          f"takes {' or '.join(map(str, can.ranks))} dimensions; there are {s.rank}"),
         (can.max_head_dim is not None and head_dims[-1] > (can.max_head_dim or 0),
@@ -145,6 +145,9 @@ def declared_reasons(can: Capabilities, signature: Signature) -> tuple[str, ...]
     return tuple(text for is_against, text in checks if is_against)
 
 
-def _allows_mask(allowed: tuple[str, ...], mask: str) -> bool:
+def takes_mask(allowed: tuple[str, ...], signature: Signature) -> bool:
+    """Return whether these mask classes hold the signature's, or the form that its mask tensor has."""
     # Recognised classes carry parameters, such as window(1023,0); a declaration names the class alone.
-    return mask.partition("(")[0] in allowed
+    return signature.mask.partition("(")[0] in allowed or (
+        signature.has_mask_tensor and signature.tensor_mask in allowed
+    )

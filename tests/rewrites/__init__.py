@@ -1,0 +1,1 @@
+"""Rewrites: the one contract and what is special about each."""

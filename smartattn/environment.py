@@ -53,7 +53,7 @@ class Environment:
     @property
     def digest(self) -> str:
         """Digest over every attribute."""
-        return digest_of("\n".join(f"{k}={v}" for k, v in sorted(self.to_dict().items())))
+        return _digest_of(self)
 
     @property
     def folder(self) -> str:
@@ -71,6 +71,11 @@ class Environment:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
         return dataclasses.asdict(self)
+
+
+@functools.lru_cache(maxsize=64)
+def _digest_of(environment: Environment) -> str:
+    return digest_of("\n".join(f"{k}={v}" for k, v in sorted(environment.to_dict().items())))
 
 
 def environment_of(device: torch.device) -> Environment:

@@ -11,6 +11,7 @@ value heads, L query length, S key length, E head dim, Ev value head dim).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 import re
@@ -169,6 +170,7 @@ class Signature:
         return _text(self, with_lengths=True)
 
 
+@functools.lru_cache(maxsize=8192)
 def digest_of(text: str) -> str:
     """Return the short hexadecimal digest that names files."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -200,6 +202,7 @@ _SIZES = ("Hq", "H", "L", "S", "E", "Ev")
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Signature)}
 
 
+@functools.lru_cache(maxsize=4096)
 def _text(signature: Signature, *, with_lengths: bool) -> str:
     batch = "x".join(map(str, signature.batch)) or "-"
     parts = ["sdpa", signature.pass_name, signature.device_type, signature.dtype]

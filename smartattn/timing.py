@@ -1,4 +1,4 @@
-"""Timing routes against each other: interleaved rounds, early drop of hopeless ones, medians decide.
+"""Timing routes against each other: interleaved rounds, early drop of hopeless ones, medians over the faster half decide.
 
 What is timed is exactly the callable that the hot path will run. The clock is injected, so the loop is tested with a
 fake one.
@@ -15,14 +15,15 @@ from smartattn.measurement import Measurement, Sample
 Trial = Callable[[], object]
 """One call of a bound route on prepared inputs, with its backward when training."""
 
-BLOCK_US = 300.0
+BLOCK_US = 200.0
 """Length of a timed block.
 
-Source: the resolution of event and wall clocks is about 1 us, so a block of 300 us keeps it under half a percent.
+Source: the resolution of event and wall clocks is about 1 us, so a block of 200 us keeps it at half a percent,
+and short blocks meet other programs on the machine less often.
 """
 MAX_CALLS_PER_BLOCK = 64
-MIN_ROUNDS = 5
-MAX_ROUNDS = 25
+MIN_ROUNDS = 7
+MAX_ROUNDS = 31
 HOPELESS_RATIO = 3.0
 """Estimated cost over the best estimate above which a route is not timed further."""
 CLEAR_RATIO = 1.25

@@ -6,8 +6,11 @@ Nothing else in the package may ask for a version or touch ``torch._C``.
 from __future__ import annotations
 
 import functools
+import gc
+import os
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,6 +43,24 @@ flash_attention: Callable[..., tuple[Any, ...]] = torch._scaled_dot_product_flas
 efficient_attention: Callable[..., tuple[Any, ...]] = torch._scaled_dot_product_efficient_attention
 cudnn_attention: Callable[..., tuple[Any, ...]] = torch._scaled_dot_product_cudnn_attention
 
+can_use_flash: Callable[..., bool] = torch.backends.cuda.can_use_flash_attention
+can_use_efficient: Callable[..., bool] = torch.backends.cuda.can_use_efficient_attention
+can_use_cudnn: Callable[..., bool] = torch.backends.cuda.can_use_cudnn_attention
+SDPAParams: Callable[..., Any] = torch.backends.cuda.SDPAParams
+"""Arguments of one call as the ``can_use_*`` functions take them; holds references to the tensors."""
+
+delay_stream: Callable[[int], None] = torch.cuda._sleep
+"""Keep the current CUDA stream busy for a number of clock cycles."""
+
+EFFICIENT_TAKES_GROUPS = TORCH >= (2, 14)
+"""Whether the Efficient operator reads grouped keys. Source: template names in the 2.13 and 2.14.1 libraries."""
+
+CUDNN_IS_LAST = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") == "1"
+"""Whether PyTorch was told not to try cuDNN first."""
+
+MAX_GRID = 65535
+"""Largest second and third dimension of a CUDA launch grid. Source: CUDA C++ programming guide, technical limits."""
+
 ACCEPTS_MASK_AND_CAUSAL = TORCH < (2, 14)
 """Whether the selector of SDPA lets ``attn_mask`` pass together with ``is_causal`` (fused paths then apply both).
 
@@ -53,6 +74,12 @@ Source: ``normalize_unbatched_input`` in the 2.14.1 headers; up to 2.13 a 3-D ca
 """
 
 RETURNS_ZEROS_FOR_EMPTY = TORCH >= (2, 12)
+
+
+@functools.cache
+def parse(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version text such as ``2.11.0+cu130``, without its local part."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def is_capturing(device_type: str) -> bool:
@@ -123,3 +150,85 @@ def driver_version() -> str:
             return found[1] if found else ""
     except OSError:
         return ""
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Return the bytes a new allocation on ``device`` may take: free ones and those that PyTorch holds unused."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return UNKNOWN_MEMORY_BYTES
+
+
+UNKNOWN_MEMORY_BYTES = 4 << 30
+"""Free memory assumed where the system does not tell."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that memory ran out; nothing else is wrong then."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # The CPU allocator raises a plain RuntimeError.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+_STICKY_WORDS = (
+    "illegal memory access",
+    "misaligned address",
+    "unspecified launch failure",
+    "device-side assert",
+    "illegal instruction",
+    "hardware stack error",
+    "invalid program counter",
+    "context is destroyed",
+    "device kernel image is invalid",
+    "uncorrectable ECC",
+)
+
+
+def is_sticky_error(error: BaseException) -> bool:
+    """Return whether an accelerator error outlives its call: every later call would raise it again."""
+    text = str(error)
+    is_accelerator = isinstance(error, torch.AcceleratorError) or "CUDA error" in text or "HIP error" in text
+    return is_accelerator and any(word in text for word in _STICKY_WORDS)
+
+
+def release_memory(device: torch.device) -> None:
+    """Hand unused cached memory back after an allocation failed."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Return a context in which function modes and tensor subclasses do not intercept PyTorch's functions."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+def accepts_saved_tensors_hooks() -> bool:
+    """Return whether hooks on saved tensors may be installed here; where not, none can be active either."""
+    is_enabled: Callable[[], bool] = vars(torch._C._autograd)["_saved_tensors_hooks_is_enabled"]
+    return is_enabled()
+
+
+_get_deterministic = torch._C._get_deterministic_algorithms
+_get_warn_only = torch._C._get_deterministic_algorithms_warn_only
+
+
+def deterministic_level() -> int:
+    """Return 0 when deterministic algorithms are off, 1 with warnings only, 2 when strict."""
+    return 0 if not _get_deterministic() else 1 if _get_warn_only() else 2
+
+
+def forward_ad_level() -> int:
+    """Return the level of forward-mode differentiation, -1 outside of it."""
+    return int(torch.autograd.forward_ad._current_level)

@@ -74,10 +74,9 @@ def run_eager(
     scores, value, group = _scores(query, key, value, scale)
     if attn_mask is not None:
         scores = _unfold(scores, group)
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, float("-inf"))
-        else:
-            scores = scores + attn_mask.to(scores.dtype)
+        # A float32 mask raises half scores: cast down, its finite values would become -inf.
+        is_bool = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if is_bool else scores + attn_mask
         scores = _fold(scores, group)
     if is_causal:
         hidden = _hidden(query, key)
@@ -105,8 +104,12 @@ def run_eager_inplace(
         unfolded = _unfold(scores, group)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             unfolded.masked_fill_(~attn_mask, float("-inf"))
+        elif attn_mask is not None and attn_mask.dtype == scores.dtype:
+            unfolded.add_(attn_mask)
         elif attn_mask is not None:
-            unfolded.add_(attn_mask.to(scores.dtype))
+            # A float32 mask raises half scores: cast down, its finite values would become -inf.
+            unfolded = unfolded + attn_mask
+            scores = _fold(unfolded, group)
         if is_causal:
             unfolded.masked_fill_(_hidden(query, key), float("-inf"))
     probabilities = _softmax(scores, query.dtype, is_safe=attn_mask is not None)
@@ -150,5 +153,6 @@ def _softmax(scores: torch.Tensor, dtype: torch.dtype, *, is_safe: bool) -> torc
     """Return probabilities in ``dtype``; a row that sees no key is all zeros where a mask can cause one."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if is_safe:
-        return torch._safe_softmax(scores, -1, wide).to(dtype)
+        # Its own dtype argument has no backward for float16 on CPU (torch 2.13).
+        return torch._safe_softmax(scores.to(wide), -1).to(dtype)
     return torch.softmax(scores, -1, dtype=wide).to(dtype)

@@ -59,4 +59,7 @@ def run_flash_cpu(
     del enable_gqa  # the operator reads grouped keys as they are
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = additive(attn_mask, query.dtype)
+    elif attn_mask is not None and query.dtype == torch.float64:
+        # The operator takes a float32 mask's memory for float64 (torch 2.13.0); for halves it reads it right.
+        attn_mask = attn_mask.to(torch.float64)
     return versions.flash_for_cpu(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]

@@ -1,0 +1,225 @@
+"""The reference: attention written once, plainly, in a wide dtype, in blocks of bounded memory.
+
+It also gives the gradients for a given gradient of the output, and for every row of every result a *magnitude*: the
+sum of the sizes of the terms that were added up. Rounding errors are proportional to it, whatever cancelled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from smartattn.signature import Call
+
+BLOCK_SCORES = 1 << 22
+"""Scores computed at once.
+
+Source: 32 MiB in float64, which is about the last-level cache of a processor and little on a GPU.
+"""
+
+
+@dataclass(slots=True)
+class Solution:
+    """Attention of one call.
+
+    Attributes:
+        tensors: ``output``, and of ``dQ dK dV dmask`` those that were asked for, in the shapes of the call.
+        magnitudes: by the same names, broadcastable to the tensors.
+        is_empty: bool (*batch, Hq, L, 1), True for rows that see no key.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    magnitudes: dict[str, torch.Tensor]
+    is_empty: torch.Tensor
+
+
+def reference_dtype(device_type: str, dtype: torch.dtype, *, is_full_precision: bool = True) -> torch.dtype:
+    """Return the dtype to compute the reference in: float64, or float32 for half inputs on an accelerator.
+
+    Args:
+        device_type: where the call runs.
+        dtype: of query, key and value.
+        is_full_precision: whether float32 matrix products are computed in float32 here (no TF32).
+    """
+    if device_type == "cpu" or dtype == torch.float64:
+        return torch.float64
+    if dtype == torch.float32 or not is_full_precision:
+        return torch.float32 if device_type == "mps" else torch.float64
+    return torch.float32
+
+
+def attention(call: Call, dtype: torch.dtype) -> torch.Tensor:
+    """Return the output (*batch, Hq, L, Ev) in ``dtype``; dropout is left out.
+
+    A mask and ``is_causal`` both apply, the triangle starts top-left, and a row that sees no key is all zeros.
+    """
+    return solve(call, dtype).tensors["output"]
+
+
+def solve(call: Call, dtype: torch.dtype, grad_out: torch.Tensor | None = None, grads: str = "") -> Solution:
+    """Return output, gradients and magnitudes.
+
+    Args:
+        call: with any number of batch axes and 2 to as many mask axes; dropout is left out.
+        dtype: to compute and answer in.
+        grad_out: gradient of the output, of its shape; ``None`` for no gradients.
+        grads: which gradients, as letters of ``qkvm``.
+
+    Cost: two matrix products over the scores in ``dtype``, seven with all gradients; memory for ``BLOCK_SCORES``
+    scores (or one head's, if more) and the results.
+    """
+    problem = _Problem(call, dtype, grad_out, grads if grad_out is not None else "")
+    for batches, heads in problem.blocks():
+        problem.solve_block(batches, heads)
+    return problem.solution()
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of 3 or more axes with all batch axes as one: (N, heads, rows, width)."""
+    return tensor.unsqueeze(0) if tensor.dim() == 3 else tensor.reshape(-1, *tensor.shape[-3:])
+
+
+def flat_mask(mask: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
+    """Return a mask with 4 axes: (N or 1, Hq or 1, L or 1, S or 1)."""
+    rank = len(batch) + 3
+    mask = mask.reshape(*(1,) * (rank - mask.dim()), *mask.shape)
+    if set(mask.shape[:-3]) <= {1}:
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+
+
+@dataclass(slots=True)
+class _Problem:
+    call: Call
+    dtype: torch.dtype
+    grad_out: torch.Tensor | None
+    grads: str
+    query: torch.Tensor = field(init=False)
+    key: torch.Tensor = field(init=False)
+    value: torch.Tensor = field(init=False)
+    mask: torch.Tensor | None = field(init=False)
+    given: torch.Tensor | None = field(init=False)
+    found: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    sizes: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
+    is_empty: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        call = self.call
+        self.query, self.key, self.value = flat(call.query), flat(call.key), flat(call.value)
+        self.mask = None if call.attn_mask is None else flat_mask(call.attn_mask, tuple(call.query.shape[:-3]))
+        self.given = None if self.grad_out is None else flat(self.grad_out)
+        N, Hq, L, E = self.query.shape
+        _, H, S, Ev = self.value.shape
+        self._add("output", (N, Hq, L, Ev))
+        wanted = {"q": ("dQ", (N, Hq, L, E)), "k": ("dK", (N, H, S, E)), "v": ("dV", (N, H, S, Ev))}
+        for letter in self.grads:
+            if letter in wanted:
+                self._add(*wanted[letter])
+            elif self.mask is not None:
+                self._add("dmask", tuple(self.mask.shape), tuple(self.mask.shape))
+        self.is_empty = torch.zeros((N, Hq, L, 1), dtype=torch.bool, device=self.query.device)
+
+    def _add(self, name: str, shape: tuple[int, ...], sizes: tuple[int, ...] | None = None) -> None:
+        device = self.query.device
+        self.found[name] = torch.zeros(shape, dtype=self.dtype, device=device)
+        self.sizes[name] = torch.zeros(sizes or (*shape[:-1], 1), dtype=self.dtype, device=device)
+
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
+        """Yield batches and key heads to compute together."""
+        N, Hq, L, _ = self.query.shape
+        H, S = self.key.shape[1:3]
+        per_head = Hq // H * L * S
+        heads = max(1, min(H, BLOCK_SCORES // per_head))
+        batches = max(1, BLOCK_SCORES // (per_head * H)) if heads == H else 1
+        for n in range(0, N, batches):
+            for h in range(0, H, heads):
+                yield slice(n, min(n + batches, N)), slice(h, min(h + heads, H))
+
+    def solve_block(self, n: slice, h: slice) -> None:
+        group = self.query.size(1) // self.key.size(1)
+        hq = slice(h.start * group, h.stop * group)
+        query = self.query[n, hq].to(self.dtype)
+        key = self.key[n, h].to(self.dtype).repeat_interleave(group, dim=1)
+        value = self.value[n, h].to(self.dtype).repeat_interleave(group, dim=1)
+        scale = 1.0 / math.sqrt(query.size(-1)) if self.call.scale is None else self.call.scale
+
+        scores = (query @ key.transpose(-2, -1)).mul_(scale)
+        if self.mask is not None:
+            mask = _part(self.mask, n, hq)
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask.to(self.dtype)
+        if self.call.is_causal:
+            L, S = scores.shape[-2:]
+            later = torch.ones((L, S), dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(later, -math.inf)
+        top = scores.amax(-1, keepdim=True)
+        is_empty = top == -math.inf
+        weights = scores.sub_(top.masked_fill(is_empty, 0.0)).exp_()
+        probabilities = weights.div_(weights.sum(-1, keepdim=True).masked_fill(is_empty, 1.0))
+
+        lengths = value.norm(dim=-1, keepdim=True)
+        self.is_empty[n, hq] = is_empty
+        self.found["output"][n, hq] = probabilities @ value
+        self.sizes["output"][n, hq] = probabilities @ value.abs().amax(-1, keepdim=True)
+        if self.given is not None and self.grads:
+            self._differentiate(n, h, group, scale, (query, key, value), probabilities, lengths)
+
+    def _differentiate(
+        self, n: slice, h: slice, group: int, scale: float,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], P: torch.Tensor, lengths: torch.Tensor,
+    ) -> None:  # fmt: skip
+        query, key, value = inputs
+        hq = slice(h.start * group, h.stop * group)
+        assert self.given is not None
+        dO = self.given[n, hq].to(self.dtype)
+        if "v" in self.grads:
+            self.found["dV"][n, h] = _over_group(P.transpose(-2, -1) @ dO, group)
+            self.sizes["dV"][n, h] = _over_group(P.transpose(-2, -1) @ dO.abs().amax(-1, keepdim=True), group)
+        if self.grads == "v":
+            return
+        dP = dO @ value.transpose(-2, -1)
+        dS = P * (dP - (P * dP).sum(-1, keepdim=True))
+        # A term of dS is at most P_ij |dO_i| (|V_j| + sum_j P_ij |V_j|); all magnitudes below follow from that.
+        strength = dO.norm(dim=-1, keepdim=True)
+        mean = P @ lengths
+        if "q" in self.grads:
+            widths = key.abs().amax(-1, keepdim=True)
+            self.found["dQ"][n, hq] = (dS @ key).mul_(scale)
+            self.sizes["dQ"][n, hq] = strength * (P @ (lengths * widths) + mean * (P @ widths)) * abs(scale)
+        if "k" in self.grads:
+            weight = strength * query.abs().amax(-1, keepdim=True)
+            size = lengths * (P.transpose(-2, -1) @ weight) + P.transpose(-2, -1) @ (weight * mean)
+            self.found["dK"][n, h] = _over_group((dS.transpose(-2, -1) @ query).mul_(scale), group)
+            self.sizes["dK"][n, h] = _over_group(size * abs(scale), group)
+        if "m" in self.grads:
+            size = P * strength * (lengths.transpose(-2, -1) + mean)
+            for totals, terms in ((self.found, dS), (self.sizes, size)):
+                target = _part(totals["dmask"], n, hq)
+                target += terms.sum_to_size(target.shape)
+
+    def solution(self) -> Solution:
+        batch = tuple(self.call.query.shape[:-3])
+        found, sizes = (self._in_call_shapes(tensors, batch) for tensors in (self.found, self.sizes))
+        return Solution(found, sizes, self.is_empty.reshape(*batch, *self.is_empty.shape[1:]))
+
+    def _in_call_shapes(self, tensors: dict[str, torch.Tensor], batch: tuple[int, ...]) -> dict[str, torch.Tensor]:
+        shaped = {name: t.reshape(*batch, *t.shape[1:]) for name, t in tensors.items() if name != "dmask"}
+        if "dmask" in tensors and self.call.attn_mask is not None:
+            total, given = tensors["dmask"], self.call.attn_mask
+            if total.numel() != given.numel():
+                # Several batch axes, some of which the mask spans: those that it does not are summed.
+                lead = (1,) * (len(batch) + 3 - given.dim())
+                total = total.reshape(*batch, *total.shape[1:]).sum_to_size((*lead, *given.shape))
+            shaped["dmask"] = total.reshape(given.shape)
+        return shaped
+
+
+def _part(mask: torch.Tensor, n: slice, hq: slice) -> torch.Tensor:
+    mask = mask if mask.size(0) == 1 else mask[n]
+    return mask if mask.size(1) == 1 else mask[:, hq]
+
+
+def _over_group(tensor: torch.Tensor, group: int) -> torch.Tensor:
+    return tensor if group == 1 else tensor.unflatten(1, (-1, group)).sum(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import hypothesis
@@ -12,20 +11,13 @@ import torch
 
 from smartattn import events
 from smartattn.backends import registry
+from smartattn.first_sight import forget_everything
 from smartattn.settings import Settings, configure
 from tests.fakes import FakeClock
-
 
 # Real attention takes what it takes, so no example has a deadline; the same examples in every run.
 hypothesis.settings.register_profile("smartattn", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("smartattn")
-
-
-def _forget() -> None:
-    selector = sys.modules.get("smartattn.selector")
-    if selector is not None:
-        selector.forget_everything()
-    events.reset_stats()
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +27,10 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SMARTATTN_CACHE_DIR", str(folder))
     plugins, listeners = list(registry._plugins), list(events._listeners)
     configure(**dataclasses.asdict(Settings(cache_dir=folder)))
-    _forget()
+    forget_everything()
     yield folder
     registry._plugins[:], events._listeners[:] = plugins, listeners
-    _forget()
+    forget_everything()
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +43,12 @@ def one_thread():
 def seed():
     """Make random inputs the same in every run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def quiet_machine(monkeypatch: pytest.MonkeyPatch):
+    """Let no record count as noisy, since noisy ones are not stored and the machine that runs the tests may be busy."""
+    monkeypatch.setattr("smartattn.tuner.drifted", lambda measurement: False)
 
 
 @pytest.fixture

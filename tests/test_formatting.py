@@ -9,7 +9,15 @@ from smartattn.formatting import format_bytes, format_ratio, format_table, forma
 
 @pytest.mark.parametrize(
     ("value_us", "text"),
-    [(None, "-"), (0.0, "0 us"), (0.1234, "0.123 us"), (999.4, "999 us"), (1e3, "1 ms"), (52_000, "52 ms"), (2.5e6, "2.5 s")],
+    [
+        (None, "-"),
+        (0.0, "0 us"),
+        (0.1234, "0.123 us"),
+        (999.4, "999 us"),
+        (1e3, "1 ms"),
+        (52_000, "52 ms"),
+        (2.5e6, "2.5 s"),
+    ],
 )
 def test_times_take_the_unit_that_reads_best(value_us: float | None, text: str):
     """Microseconds turn into us, ms or s with three digits."""

@@ -128,7 +128,14 @@ def test_gradients_that_are_wanted_are_named():
 
 @pytest.mark.parametrize(
     ("shape", "axes"),
-    [((4, 5), "ls"), ((1, 5), "1s"), ((4, 1), "l1"), ((2, 1, 1, 5), "b11s"), ((2, 3, 4, 5), "bhls"), ((3, 1, 1), "h11")],
+    [
+        ((4, 5), "ls"),
+        ((1, 5), "1s"),
+        ((4, 1), "l1"),
+        ((2, 1, 1, 5), "b11s"),
+        ((2, 3, 4, 5), "bhls"),
+        ((3, 1, 1), "h11"),
+    ],
 )
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
@@ -144,14 +151,17 @@ def test_mask_shows_kind_dtype_and_broadcast(shape: tuple[int, ...], axes: str, 
 
 
 @pytest.mark.parametrize(
-    ("scale", "name"), [(None, "positive"), (0.5, "positive"), (100.0, "positive"), (0.0, "non_positive"), (-1.0, "non_positive")]
+    ("scale", "name"),
+    [(None, "positive"), (0.5, "positive"), (100.0, "positive"), (0.0, "non_positive"), (-1.0, "non_positive")],
 )
 def test_scale_is_a_class(scale: float | None, name: str):
     """Only the sign of the scale counts, since speed does not depend on its value."""
     assert signature_of(*tensors(1, 2, 4, 8), scale=scale).scale == name
 
 
-@pytest.mark.parametrize(("dropout_p", "name"), [(0.0, "none"), (0.0625, "sixteenths"), (0.5, "sixteenths"), (0.1, "other")])
+@pytest.mark.parametrize(
+    ("dropout_p", "name"), [(0.0, "none"), (0.0625, "sixteenths"), (0.5, "sixteenths"), (0.1, "other")]
+)
 def test_dropout_is_a_class(dropout_p: float, name: str):
     """Of the rate only what backends distinguish counts."""
     assert signature_of(*tensors(1, 2, 4, 8), dropout_p=dropout_p).dropout == name
@@ -334,7 +344,9 @@ def test_a_damaged_text_is_refused_or_read_as_what_it_says(data: st.DataObject):
     """A text with one word replaced by another either raises or parses to a signature with that very text."""
     words = str(dataclasses.replace(BASE, mask="bool", mask_dtype="bool", mask_axes="11ls")).split()
     index = data.draw(st.integers(0, len(words) - 1))
-    words[index] = data.draw(st.sampled_from([*words, "L٣", "L" + "9" * 5000, "mask=", "=", "reduced=off", "N1x", "Nx"]))
+    words[index] = data.draw(
+        st.sampled_from([*words, "L٣", "L" + "9" * 5000, "mask=", "=", "reduced=off", "N1x", "Nx"])
+    )
     text = " ".join(words)
     try:
         found = parse_signature(text)

@@ -88,7 +88,7 @@ def read_object(root: Path, folder: str, name: str) -> dict[str, Any] | None:
     if content is None:
         return None
     try:
-        data = json.loads(content.decode(), parse_constant=_refuse_constant)
+        data = _DECODER.decode(content.decode())
     except (ValueError, RecursionError) as error:
         tell_skipped("no valid JSON", path, error)
         return None
@@ -100,6 +100,9 @@ def read_object(root: Path, folder: str, name: str) -> dict[str, Any] | None:
 
 def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is no number")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _read_bytes(root: Path, path: str) -> bytes | None:
@@ -282,7 +285,8 @@ def default_root() -> Path | None:
         path = Path(user_cache_dir("smartattn", appauthor=False))
         home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.expanduser raises without a home
     except Exception as error:  # a user without an entry in the password database fails in several ways
-        events.warn_once("no cache folder", "this user's cache folder cannot be found (%s)", error)
+        # No fault of the user's in a container, and the private folder serves: nothing to warn of.
+        events.logger.info("this user's cache folder cannot be found (%s)", error)
     else:
         if path.is_absolute() and _is_usable(path) and (home not in path.parents or home.is_dir()):
             return path

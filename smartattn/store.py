@@ -186,15 +186,16 @@ class Store:
         """Yield every readable record, of one environment or of all, the writable layer first.
 
         Note:
-            Reads every file, about 0.1 ms each.
+            Reads every file, 0.1 to 0.2 ms each.
         """
+        known_routes: set[str] = set()
         for root, origin in self._places():
             for name in [environment.folder] if environment else stored.environment_folders(root):
                 described = environment or stored.read_description(root, name)
                 is_own = stored.own_of(described, name)
                 folder = files.resolve_folder(root, VERSION_FOLDER, name, RECORDS)
                 for file in [] if folder is None else files.list_names(folder):
-                    found = stored.read_record(root, str(folder), file, is_own)
+                    found = stored.read_record(root, str(folder), file, is_own, known_routes)
                     if found is not None:
                         yield StoredRecord(found[0], Path(str(folder), file), origin, described, found[1])
 

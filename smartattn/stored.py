@@ -159,8 +159,19 @@ def own_of(environment: Environment | None, name: str) -> IsOwn:
     return lambda given: is_digest(given) and given[:8] == name[-8:]
 
 
-def read_record(root: Path, folder: str, name: str, is_own: IsOwn) -> tuple[Record, str] | None:
-    """Return the record in a file and its environment's digest; ``None``, told once per kind, for anything else."""
+def read_record(
+    root: Path, folder: str, name: str, is_own: IsOwn, known_routes: set[str] | None = None
+) -> tuple[Record, str] | None:
+    """Return the record in a file and its environment's digest; ``None``, told once per kind, for anything else.
+
+    Args:
+        root: folder that nothing may lead out of.
+        folder: of the record, from ``files.resolve_folder``.
+        name: of its file.
+        is_own: from ``own_of``.
+        known_routes: names that need no look-up; those that are found to exist are added.
+    """
+    known_routes = set() if known_routes is None else known_routes
     data = files.read_object(root, folder, name)
     if data is None:
         return None
@@ -171,7 +182,8 @@ def read_record(root: Path, folder: str, name: str, is_own: IsOwn) -> tuple[Reco
     try:
         record = record_from_dict(data)
         for route_name in record.outcomes:
-            check_route_name(route_name)
+            if route_name not in known_routes:
+                known_routes.add(check_route_name(route_name))
         if name != f"{record.digest}.json":
             raise ValueError("the name is not that of its signature")
     except Exception as error:  # a hostile file may fail in ways that nobody listed; none may reach the caller

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from smartattn.buckets import bucket_of
 from smartattn.environment import SCHEMA, Provenance
-from smartattn.record import Failed, Invalid, Record, Rejected, Timed, outcome_from_dict, outcome_to_dict, record_from_dict
+from smartattn.record import (
+    Failed,
+    Invalid,
+    Record,
+    Rejected,
+    Timed,
+    outcome_from_dict,
+    outcome_to_dict,
+    record_from_dict,
+)
 from smartattn.signature import parse_signature
 
 SIGNATURE = parse_signature("sdpa infer cpu float32 N2 Hq4 H4 L300 S300 E64 Ev64 layout=bhsd mask=none scale=positive")
@@ -75,7 +84,9 @@ def test_stored_times_keep_four_digits(device_us, host_us, spread_us, n, peak_by
 def test_a_record_of_many_routes_stays_small():
     """Twenty measured routes and twenty rejected ones fit into 8 KiB of JSON."""
     outcomes: dict[str, Any] = {f"fold_gqa+backend{i}": OUTCOMES["stock"] for i in range(20)}
-    outcomes |= {f"pad_head_dim+backend{i}": Rejected(("needs a GPU of sm80 or newer; this is a CPU",)) for i in range(20)}
+    outcomes |= {
+        f"pad_head_dim+backend{i}": Rejected(("needs a GPU of sm80 or newer; this is a CPU",)) for i in range(20)
+    }
     assert len(json.dumps(Record(SIGNATURE, outcomes, PROVENANCE).to_dict())) < 8192
 
 

@@ -12,13 +12,21 @@ from typing import Any
 import torch
 
 from smartattn import versions
+from smartattn.backends.base import Runner
 from smartattn.events import hot_hits
 from smartattn.first_sight import first_sight, recover
-from smartattn.wishes import Wish, wish_of
+from smartattn.wishes import Site, wish_of
 
 _functional = torch.nn.functional
-_is_compiling = torch.compiler.is_compiling
+_forward_ad = torch.autograd.forward_ad
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
+_len_function_modes = versions.len_function_modes
+_flash_enabled = versions.flash_enabled
+_efficient_enabled = versions.efficient_enabled
+_cudnn_enabled = versions.cudnn_enabled
+_math_enabled = versions.math_enabled
+_is_deterministic = versions.is_deterministic
 _CAN_MISALIGN = torch.backends.cuda.is_built()
 """Whether the start of the data can matter: only kernels on a GPU load 16 bytes at a time."""
 
@@ -61,8 +69,8 @@ def scaled_dot_product_attention(
         A hit takes no lock and allocates nothing. A first sight may tune (bounded by ``signature_budget_ms`` and
         ``process_budget_s``; synchronises the device). Under ``torch.compile`` it is PyTorch's own function.
     """
-    wish = _DEFAULT if backend is None else wish_of(backend)
-    return attend(wish, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    site = _SITE if backend is None else Site(wish_of(backend))
+    return attend(site, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 class SmartAttention(torch.nn.Module):
@@ -92,7 +100,7 @@ class SmartAttention(torch.nn.Module):
         double_backward: bool = False,  # noqa: FBT001, FBT002 - as above
     ) -> None:
         super().__init__()
-        self._wish = wish_of(backend, mode, accuracy, dynamic, double_backward)
+        self._site = Site(wish_of(backend, mode, accuracy, dynamic, double_backward))
 
     def forward(
         self,
@@ -107,20 +115,20 @@ class SmartAttention(torch.nn.Module):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Compute attention; arguments, result, errors and cost as ``scaled_dot_product_attention``."""
-        return attend(self._wish, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return attend(self._site, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     def extra_repr(self) -> str:
         """Return the arguments that differ from their default."""
         names = ("backend", "mode", "accuracy", "dynamic", "double_backward")
-        given = zip(names, self._wish.arguments, strict=True)
+        given = zip(names, self._site.wish.arguments, strict=True)
         return ", ".join(f"{name}={value!r}" for name, value in given if value is not None and value is not False)
 
 
-_DEFAULT = wish_of()
+_SITE = Site(wish_of())
 
 
 def attend(
-    wish: Wish,
+    site: Site,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -130,48 +138,111 @@ def attend(
     scale: float | None,
     enable_gqa: bool,  # noqa: FBT001 - as above
 ) -> torch.Tensor:
-    """Answer one call for a wish."""
-    if _is_compiling():
+    """Answer one call of a site: by the memo of its last choice, else by its key, else as a first sight."""
+    if _is_dynamo_compiling():
         return versions.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     hot_key: Hashable = None
     try:
-        hot_key = (
-            query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-            query.dtype, key.dtype, value.dtype, query.device, type(query), type(key), type(value),
-            None if attn_mask is None else mask_key(attn_mask),
-            dropout_p, is_causal, scale, enable_gqa,
-            _is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
-            versions.is_any_autocast() and autocast_key(),
-            versions.len_function_modes(), versions.len_dispatch_modes(), versions.functorch_level(),
-            _functional.scaled_dot_product_attention,
-            versions.flash_enabled(), versions.efficient_enabled(), versions.cudnn_enabled(), versions.math_enabled(),
-            versions.reduced_math_enabled(), versions.deterministic_level(),
-            _CAN_MISALIGN and query.is_cuda and start_key(query, key, value),
+        circumstances = (
+            _is_grad_enabled(), _functional.scaled_dot_product_attention, _len_function_modes(), _forward_ad._current_level,
+            _flash_enabled(), _efficient_enabled(), _cudnn_enabled(), _math_enabled(), _is_deterministic(),
+            _CAN_MISALIGN and query.is_cuda and start_key(query, key, value, attn_mask),
         )  # fmt: skip
-        run = wish.table[hot_key]
+        scalars = (dropout_p, is_causal, scale, enable_gqa)
+        memo = site.memo
+        if (
+            memo is not None
+            and memo[0] is site.wish.table
+            and memo[1] == circumstances
+            and memo[2] == scalars
+            and (memo[3](query, key, value) if attn_mask is None else memo[4](query, key, value, attn_mask))
+        ):
+            run = memo[5]
+        else:
+            hot_key = hot_key_of(query, key, value, attn_mask, scalars, circumstances)
+            run = site.wish.table[hot_key]
+            remember(site, run, query, key, value, attn_mask, scalars, circumstances)
     except (KeyError, TypeError, AttributeError, RuntimeError):
         # A first sight, or arguments without a key: symbolic sizes, nested tensors, no tensors at all.
-        return first_sight(wish, hot_key, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return first_sight(site.wish, hot_key, arguments)
     hot_hits[0] += 1
     try:
-        return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)  # type: ignore[no-any-return]  # a memo's last item is a runner
     except Exception as error:
-        return recover(wish, hot_key, (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), error)
+        hot_key = hot_key_of(query, key, value, attn_mask, scalars, circumstances)
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return recover(site.wish, hot_key, arguments, error)
+
+
+def hot_key_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any,
+    scalars: tuple[Any, ...],
+    circumstances: tuple[Any, ...],
+) -> Hashable:
+    """Return all that decides the choice of a call, exact strides included; raises for tensors without them."""
+    return (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        query.dtype, key.dtype, value.dtype, query.device, type(query), type(key), type(value),
+        None if attn_mask is None else mask_key(attn_mask),
+        scalars, circumstances,
+        _is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
+        versions.is_any_autocast() and autocast_key(),
+        versions.len_dispatch_modes(), versions.functorch_level(), versions.deterministic_level(),
+    )  # fmt: skip
+
+
+def remember(
+    site: Site,
+    run: Runner,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any,
+    scalars: tuple[Any, ...],
+    circumstances: tuple[Any, ...],
+) -> None:
+    """Make the memo of a site once the same choice answered twice in a row; drop a memo that no longer fits.
+
+    A guard compares type, dtype, device, sizes, strides, ``requires_grad`` and the active dispatch keys (autocast,
+    transforms, dispatch modes) in one call of C++.
+    """
+    if site.last_run is not run:
+        site.last_run, site.memo = run, None
+        return
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    guard = versions.tensor_guard(tensors)
+    if guard is None:
+        return
+    never = _never
+    guards = (guard, never) if attn_mask is None else (never, guard)
+    site.memo = (site.wish.table, circumstances, scalars, *guards, run)
+
+
+def _never(*tensors: Any) -> bool:
+    del tensors
+    return False
 
 
 def mask_key(mask: Any) -> Hashable:
     """Return what of a mask decides the choice: its facts, not its values."""
     if isinstance(mask, torch.Tensor):
-        start = _CAN_MISALIGN and mask.is_cuda and mask.data_ptr() & 15
         wants_grad = _is_grad_enabled() and mask.requires_grad
-        return type(mask), mask.shape, mask.stride(), mask.dtype, mask.device, wants_grad, start
+        return type(mask), mask.shape, mask.stride(), mask.dtype, mask.device, wants_grad
     return mask  # type: ignore[no-any-return]  # a value object of smartattn.masks is its own key
 
 
-def start_key(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Return which of the tensors start off a multiple of 16 bytes."""
-    starts = query.data_ptr() & 15, key.data_ptr() & 15, value.data_ptr() & 15
-    return bool(starts[0]) | bool(starts[1]) << 1 | bool(starts[2]) << 2
+def start_key(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any) -> int:
+    """Return which of the tensors start off a multiple of 16 bytes, as bits."""
+    found = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+    if attn_mask is not None:
+        found |= (attn_mask.data_ptr() & 15) << 4
+    if not found:
+        return 0
+    return sum(bool(tensor.data_ptr() & 15) << i for i, tensor in enumerate((query, key, value))) | (found & 240)
 
 
 def autocast_key() -> Hashable:

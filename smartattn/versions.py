@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext as DeviceContext  # noqa: PLC0414 - for the modules above
 
 TORCH = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:3])
 OLDEST_TORCH = (2, 11, 0)
@@ -38,6 +39,8 @@ fused_choice: Callable[..., int] = torch._fused_sdp_choice
 """Which backend PyTorch would run for these arguments: a value of ``SDPBackend``."""
 
 flash_for_cpu: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
+safe_softmax: Callable[..., torch.Tensor] = torch._safe_softmax
+"""Softmax that gives 0 for a row that is -inf throughout."""
 math_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch._scaled_dot_product_attention_math
 flash_attention: Callable[..., tuple[Any, ...]] = torch._scaled_dot_product_flash_attention
 efficient_attention: Callable[..., tuple[Any, ...]] = torch._scaled_dot_product_efficient_attention
@@ -220,15 +223,28 @@ def accepts_saved_tensors_hooks() -> bool:
     return is_enabled()
 
 
-_get_deterministic = torch._C._get_deterministic_algorithms
+is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 _get_warn_only = torch._C._get_deterministic_algorithms_warn_only
 
 
 def deterministic_level() -> int:
     """Return 0 when deterministic algorithms are off, 1 with warnings only, 2 when strict."""
-    return 0 if not _get_deterministic() else 1 if _get_warn_only() else 2
+    return 0 if not is_deterministic() else 1 if _get_warn_only() else 2
 
 
 def forward_ad_level() -> int:
     """Return the level of forward-mode differentiation, -1 outside of it."""
     return int(torch.autograd.forward_ad._current_level)
+
+
+def tensor_guard(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool] | None:
+    """Return a test that is true for tensors alike in all but their values; ``None`` where PyTorch lacks it.
+
+    Alike means: type, dtype, device, sizes, strides, ``requires_grad``, and the dispatch keys that are active at the
+    time (autocast, function transforms, dispatch modes). Not seen: gradient mode.
+    """
+    try:
+        guard = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return guard.check  # type: ignore[no-any-return]  # PyTorch's stub has no type for it

@@ -105,8 +105,35 @@ class Wish:
     def unbind(self, hot_key: Hashable) -> None:
         """Forget the choice for ``hot_key``, so that the next call is a first sight."""
         with _lock:
-            self.table.pop(hot_key, None)
+            # A new table tells every site's memo that it is out of date.
+            table = dict(self.table)
+            table.pop(hot_key, None)
+            self.table = table
             self.bindings.pop(hot_key, None)
+
+
+class Site:
+    """One place that calls attention: a wish, and a memo of the place's last choice.
+
+    Attributes:
+        wish: what the place asks for.
+        memo: (guard, table, circumstances, arguments, has_mask, run) of the choice that answered twice in a row;
+            valid while ``table`` is still the wish's own.
+        last_run: runner that answered last, to see repetition.
+    """
+
+    __slots__ = ("last_run", "memo", "wish")
+
+    def __init__(self, wish: Wish) -> None:
+        self.wish = wish
+        self.memo: Any = None
+        self.last_run: Runner | None = None
+
+    def __reduce__(self) -> tuple[type[Site], tuple[Wish]]:
+        return Site, (self.wish,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
+        return Site(self.wish)
 
 
 _lock = threading.RLock()
@@ -143,7 +170,7 @@ def unbind_all() -> None:
     """Forget every bound choice of every wish; records stay."""
     with _lock:
         for wish in _wishes.values():
-            wish.table.clear()
+            wish.table = {}
             wish.bindings.clear()
 
 

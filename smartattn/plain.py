@@ -7,7 +7,6 @@ is not what its shapes say; a direct operator call would attend to a local shard
 from __future__ import annotations
 
 import torch
-from torch.utils._device import DeviceContext
 
 from smartattn import versions
 from smartattn.signature import Call
@@ -35,7 +34,7 @@ def passthrough_reason(call: Call) -> str:
         return f"device type {call.query.device.type}"
     if versions.len_dispatch_modes() > 0:
         return "an active dispatch mode"
-    if any(type(mode) is not DeviceContext for mode in versions.function_modes()):
+    if any(type(mode) is not versions.DeviceContext for mode in versions.function_modes()):
         return "an active function mode"
     if versions.functorch_level() is not None:
         return "a function transform"

@@ -43,6 +43,9 @@ safe_softmax: Callable[..., torch.Tensor] = torch._safe_softmax
 """Softmax that gives 0 for a row that is -inf throughout."""
 math_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch._scaled_dot_product_attention_math
 flash_attention: Callable[..., tuple[Any, ...]] = torch._scaled_dot_product_flash_attention
+flash_forward: Callable[..., tuple[Any, ...]] = torch.ops.aten._flash_attention_forward.default
+"""The operator below, on (N, L, Hq, E) or packed (tokens, Hq, E) inputs, with windows and cumulative lengths."""
+
 efficient_attention: Callable[..., tuple[Any, ...]] = torch._scaled_dot_product_efficient_attention
 cudnn_attention: Callable[..., tuple[Any, ...]] = torch._scaled_dot_product_cudnn_attention
 

@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from smartattn import versions
 from smartattn.backends.base import Backend, Capabilities, Runner
 from smartattn.environment import Environment
 from smartattn.signature import Signature
@@ -154,5 +155,5 @@ def _softmax(scores: torch.Tensor, dtype: torch.dtype, *, is_safe: bool) -> torc
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if is_safe:
         # Its own dtype argument has no backward for float16 on CPU (torch 2.13).
-        return torch._safe_softmax(scores.to(wide), -1).to(dtype)
+        return versions.safe_softmax(scores.to(wide), -1).to(dtype)
     return torch.softmax(scores, -1, dtype=wide).to(dtype)

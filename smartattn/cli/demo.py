@@ -115,7 +115,7 @@ def _times_us(*works: Callable[[], object]) -> tuple[float, ...]:
 
 def environment_text(where: torch.device) -> str:
     """Return device, threads and PyTorch in words."""
-    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else f"CPU with threads={torch.get_num_threads()}"
     return f"{name}, torch {torch.__version__}"
 
 

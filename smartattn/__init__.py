@@ -21,6 +21,7 @@ from smartattn.events import Stats, add_listener, stats
 from smartattn.explain import Explanation, explain
 from smartattn.pending import tune_pending
 from smartattn.settings import Settings, configure, settings
+from smartattn.verify import Verification, verify
 from smartattn.versions import SMARTATTN
 
 __version__ = SMARTATTN
@@ -35,6 +36,7 @@ __all__ = [
     "SmartAttnError",
     "Stats",
     "UnknownNameError",
+    "Verification",
     "__version__",
     "add_listener",
     "cache",
@@ -44,4 +46,5 @@ __all__ = [
     "settings",
     "stats",
     "tune_pending",
+    "verify",
 ]

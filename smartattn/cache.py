@@ -1,4 +1,4 @@
-"""Look at and tidy what is remembered: ``smartattn.cache.path()``, ``records()``, ``forget()``, ``clear()``."""
+"""Look at, check and tidy what is remembered: ``path``, ``records``, ``verify``, ``forget`` and ``clear``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from smartattn.pending import devices_here
 from smartattn.selector import selector
 from smartattn.signature import Signature, parse_signature
 from smartattn.stored import StoredRecord
+from smartattn.verify import verify
 from smartattn.wishes import unbind_all
+
+__all__ = ["clear", "forget", "iterate", "path", "records", "verify"]
 
 
 def path() -> Path | None:

@@ -55,6 +55,7 @@ class Validator:
         accuracy: ``standard``, ``approximate`` (judges alike) or ``strict`` (every probe at any size, and a bound on
             the mean error by Math's).
         is_own_mask: whether the call holds the caller's own values; made-up ones are not probed as the caller's.
+        has_all_probes: whether every probe is made at any size, as for ``strict``, under the bounds of ``accuracy``.
 
     Cost: the first ``check`` computes the probes (each about ten calls, at most ``MAX_SCORES`` scores in float64).
     Every ``check`` then makes one forward call per probe, and for training one backward: at most three probes and two
@@ -62,11 +63,18 @@ class Validator:
     """
 
     def __init__(
-        self, call: Call, signature: Signature, *, accuracy: str = "standard", is_own_mask: bool = True
+        self,
+        call: Call,
+        signature: Signature,
+        *,
+        accuracy: str = "standard",
+        is_own_mask: bool = True,
+        has_all_probes: bool = False,
     ) -> None:
         self.call = call
         self.signature = signature
         self.is_strict = accuracy == "strict"
+        self.has_all_probes = has_all_probes or self.is_strict
         self.is_own = is_own_mask
         self.dtype = reference_dtype(
             signature.device_type, call.query.dtype, is_full_precision=not signature.precision
@@ -94,7 +102,7 @@ class Validator:
 
     @property
     def _is_brief(self) -> bool:
-        return self.signature.num_scores > LARGE_SCORES and not self.is_strict
+        return self.signature.num_scores > LARGE_SCORES and not self.has_all_probes
 
     @property
     def _has_clean_mask(self) -> bool:

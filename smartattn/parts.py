@@ -45,7 +45,9 @@ class Part:
 def choose_part(signature: Signature, limit: int, seed: int = 0) -> Part | None:
     """Return a part of about ``limit`` scores; ``None`` when the whole problem has no more."""
     s = signature
-    if s.num_scores <= limit or ("m" in s.grads and s.rank > 4):
+    # The gradient of a mask that broadcasts over batch axes, or under the triangle, is no part of a smaller call's.
+    is_whole_mask = "m" in s.grads and (s.rank > 4 or (s.is_causal and "1" in s.mask_axes[-2:]))
+    if s.num_scores <= limit or is_whole_mask:
         return None
     draw = random.Random(seed)  # noqa: S311 - no secret
     for count in (3, 2, 1):

@@ -16,7 +16,7 @@ from smartattn import inputs
 from smartattn.backends.eager import run_eager
 from smartattn.backends.math import run_math
 from smartattn.parts import Part, restrict, spread
-from smartattn.reference import Solution, solve
+from smartattn.reference import VAGUE_SCORE, Solution, solve
 from smartattn.signature import Call
 
 LETTERS = {"q": "dQ", "k": "dK", "v": "dV", "m": "dmask"}
@@ -112,11 +112,11 @@ def laid_out(trial: Trial, output: torch.Tensor, part: Part | None) -> torch.Ten
 def relative_error(actual: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> torch.Tensor:
     """Return the error of each element over the magnitude of its row.
 
-    Rows far smaller than the largest count as larger than they are, by the precision of the dtype, and so do rows
+    Rows far smaller than the largest result count as larger than they are, by the precision of the dtype, and so do rows
     near the smallest normal number of the dtype: there rounding is absolute.
     """
     info = torch.finfo(actual.dtype)
-    base = magnitude + (info.eps * magnitude.max() + info.tiny)
+    base = magnitude + (info.eps * expected.abs().max() + info.tiny)
     return (actual.detach().to(expected.dtype) - expected).abs_().div_(base)
 
 
@@ -138,9 +138,14 @@ class _TrialMaker:
     is_strict: bool
 
     def make(self) -> Trial:
+        eps = torch.finfo(self.call.query.dtype).eps
+        strain = FLOOR_SCORE_ROUNDINGS * min(eps, torch.finfo(torch.float32).eps) / (FLOOR_ROUNDINGS * eps)
         grad_out = self._grad_out() if self.grads else None
         with torch.no_grad():
-            expected = solve(self.call, self.dtype, grad_out, self.grads)
+            if grad_out is not None and self._may_be_vague():
+                # Gradients of vague rows would blur those of every key.
+                grad_out = grad_out.masked_fill(solve(self.call, self.dtype).is_vague, 0.0)
+            expected = solve(self.call, self.dtype, grad_out, self.grads, strain)
         limit = torch.finfo(self.call.query.dtype).max / 2
         for name in [name for name, tensor in expected.tensors.items() if not bool((tensor.abs() < limit).all())]:
             # Beyond the range of the dtype there is no right answer to compare with.
@@ -148,7 +153,7 @@ class _TrialMaker:
         eager = self._yardstick(run_eager, grad_out, expected)
         is_unfit = any(worst > MAX_YARDSTICK for worst, _ in eager.values())
         math_ = self._yardstick(run_math, grad_out, expected) if is_unfit or self.is_strict else eager
-        floor = self._floor()
+        floor = FLOOR_ROUNDINGS * eps
         allowed, allowed_mean = {}, {}
         for name in expected.tensors:
             worst = eager[name][0] if eager[name][0] <= MAX_YARDSTICK else math_[name][0]
@@ -181,10 +186,8 @@ class _TrialMaker:
             errors[name] = (worst, float(error.mean())) if math.isfinite(worst) else (math.inf, math.inf)
         return errors
 
-    def _floor(self) -> float:
-        query, key = self.call.query.detach(), self.call.key.detach()
-        scale = 1.0 / math.sqrt(query.size(-1)) if self.call.scale is None else self.call.scale
-        wide = torch.promote_types(query.dtype, torch.float32)
-        longest = [float(tensor.to(wide).norm(dim=-1).max()) for tensor in (query, key)]
-        scores = min(abs(scale) * longest[0] * longest[1], 1e6)
-        return FLOOR_ROUNDINGS * torch.finfo(query.dtype).eps + FLOOR_SCORE_ROUNDINGS * torch.finfo(wide).eps * (1 + scores)
+    def _may_be_vague(self) -> bool:
+        mask = self.call.attn_mask
+        if mask is None or mask.dtype == torch.bool or (self.kind == "expanded" and self.part is None):
+            return False
+        return bool(((mask.abs() > VAGUE_SCORE) & torch.isfinite(mask)).any())

@@ -1,7 +1,8 @@
 """The reference: attention written once, plainly, in a wide dtype, in blocks of bounded memory.
 
 It also gives the gradients for a given gradient of the output, and for every row of every result a *magnitude*: the
-sum of the sizes of the terms that were added up. Rounding errors are proportional to it, whatever cancelled.
+sum of the sizes of the terms that were added up, larger for rows whose scores are large. Rounding errors are
+proportional to it, whatever cancelled.
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ BLOCK_SCORES = 1 << 22
 Source: 32 MiB in float64, which is about the last-level cache of a processor and little on a GPU.
 """
 
+VAGUE_SCORE = 1000.0
+"""Score beyond that of query and key from which a row is vague: a mask's large finite value hides its every key.
+
+Right implementations differ there: adding -65504 or finfo.min rounds the scores away, more or less of them by dtype.
+"""
+VAGUE_STRAIN = 1e7
+
 
 @dataclass(slots=True)
 class Solution:
@@ -29,11 +37,13 @@ class Solution:
         tensors: ``output``, and of ``dQ dK dV dmask`` those that were asked for, in the shapes of the call.
         magnitudes: by the same names, broadcastable to the tensors.
         is_empty: bool (*batch, Hq, L, 1), True for rows that see no key.
+        is_vague: bool (*batch, Hq, L, 1), True for rows of which only finiteness can be asked.
     """
 
     tensors: dict[str, torch.Tensor]
     magnitudes: dict[str, torch.Tensor]
     is_empty: torch.Tensor
+    is_vague: torch.Tensor
 
 
 def reference_dtype(device_type: str, dtype: torch.dtype, *, is_full_precision: bool = True) -> torch.dtype:
@@ -59,7 +69,9 @@ def attention(call: Call, dtype: torch.dtype) -> torch.Tensor:
     return solve(call, dtype).tensors["output"]
 
 
-def solve(call: Call, dtype: torch.dtype, grad_out: torch.Tensor | None = None, grads: str = "") -> Solution:
+def solve(
+    call: Call, dtype: torch.dtype, grad_out: torch.Tensor | None = None, grads: str = "", strain: float = 0.0
+) -> Solution:
     """Return output, gradients and magnitudes.
 
     Args:
@@ -67,11 +79,12 @@ def solve(call: Call, dtype: torch.dtype, grad_out: torch.Tensor | None = None, 
         dtype: to compute and answer in.
         grad_out: gradient of the output, of its shape; ``None`` for no gradients.
         grads: which gradients, as letters of ``qkvm``.
+        strain: growth of a row's magnitude per unit of its largest score.
 
     Cost: two matrix products over the scores in ``dtype``, seven with all gradients; memory for ``BLOCK_SCORES``
     scores (or one head's, if more) and the results.
     """
-    problem = _Problem(call, dtype, grad_out, grads if grad_out is not None else "")
+    problem = _Problem(call, dtype, grad_out, grads if grad_out is not None else "", strain)
     for batches, heads in problem.blocks():
         problem.solve_block(batches, heads)
     return problem.solution()
@@ -97,6 +110,7 @@ class _Problem:
     dtype: torch.dtype
     grad_out: torch.Tensor | None
     grads: str
+    strain: float
     query: torch.Tensor = field(init=False)
     key: torch.Tensor = field(init=False)
     value: torch.Tensor = field(init=False)
@@ -105,6 +119,7 @@ class _Problem:
     found: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     sizes: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     is_empty: torch.Tensor = field(init=False)
+    is_vague: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         call = self.call
@@ -121,6 +136,7 @@ class _Problem:
             elif self.mask is not None:
                 self._add("dmask", tuple(self.mask.shape), tuple(self.mask.shape))
         self.is_empty = torch.zeros((N, Hq, L, 1), dtype=torch.bool, device=self.query.device)
+        self.is_vague = torch.zeros_like(self.is_empty)
 
     def _add(self, name: str, shape: tuple[int, ...], sizes: tuple[int, ...] | None = None) -> None:
         device = self.query.device
@@ -156,19 +172,26 @@ class _Problem:
             scores = scores.masked_fill(later, -math.inf)
         top = scores.amax(-1, keepdim=True)
         is_empty = top == -math.inf
+        reach = query.norm(dim=-1, keepdim=True) * (key.norm(dim=-1).amax(-1)[..., None, None] * abs(scale))
+        is_vague = ((top.abs() - reach) > VAGUE_SCORE) & ~is_empty
+        strain = 1 + self.strain * (reach + top.masked_fill(is_empty, 0.0).abs())
+        strain = strain.masked_fill(is_vague, VAGUE_STRAIN)
+
         weights = scores.sub_(top.masked_fill(is_empty, 0.0)).exp_()
         probabilities = weights.div_(weights.sum(-1, keepdim=True).masked_fill(is_empty, 1.0))
 
         lengths = value.norm(dim=-1, keepdim=True)
         self.is_empty[n, hq] = is_empty
+        self.is_vague[n, hq] = is_vague
         self.found["output"][n, hq] = probabilities @ value
-        self.sizes["output"][n, hq] = probabilities @ value.abs().amax(-1, keepdim=True)
+        self.sizes["output"][n, hq] = strain * (probabilities @ value.abs().amax(-1, keepdim=True))
         if self.given is not None and self.grads:
-            self._differentiate(n, h, group, scale, (query, key, value), probabilities, lengths)
+            self._differentiate(n, h, group, scale, (query, key, value), probabilities, lengths, strain)
 
     def _differentiate(
         self, n: slice, h: slice, group: int, scale: float,
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], P: torch.Tensor, lengths: torch.Tensor,
+        strain: torch.Tensor,
     ) -> None:  # fmt: skip
         query, key, value = inputs
         hq = slice(h.start * group, h.stop * group)
@@ -176,13 +199,13 @@ class _Problem:
         dO = self.given[n, hq].to(self.dtype)
         if "v" in self.grads:
             self.found["dV"][n, h] = _over_group(P.transpose(-2, -1) @ dO, group)
-            self.sizes["dV"][n, h] = _over_group(P.transpose(-2, -1) @ dO.abs().amax(-1, keepdim=True), group)
+            self.sizes["dV"][n, h] = _over_group(P.transpose(-2, -1) @ (strain * dO.abs().amax(-1, keepdim=True)), group)
         if self.grads == "v":
             return
         dP = dO @ value.transpose(-2, -1)
         dS = P * (dP - (P * dP).sum(-1, keepdim=True))
         # A term of dS is at most P_ij |dO_i| (|V_j| + sum_j P_ij |V_j|); all magnitudes below follow from that.
-        strength = dO.norm(dim=-1, keepdim=True)
+        strength = strain * dO.norm(dim=-1, keepdim=True)
         mean = P @ lengths
         if "q" in self.grads:
             widths = key.abs().amax(-1, keepdim=True)
@@ -202,7 +225,8 @@ class _Problem:
     def solution(self) -> Solution:
         batch = tuple(self.call.query.shape[:-3])
         found, sizes = (self._in_call_shapes(tensors, batch) for tensors in (self.found, self.sizes))
-        return Solution(found, sizes, self.is_empty.reshape(*batch, *self.is_empty.shape[1:]))
+        rows = [tensor.reshape(*batch, *tensor.shape[1:]) for tensor in (self.is_empty, self.is_vague)]
+        return Solution(found, sizes, *rows)
 
     def _in_call_shapes(self, tensors: dict[str, torch.Tensor], batch: tuple[int, ...]) -> dict[str, torch.Tensor]:
         shaped = {name: t.reshape(*batch, *t.shape[1:]) for name, t in tensors.items() if name != "dmask"}

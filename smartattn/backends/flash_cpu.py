@@ -26,6 +26,7 @@ class FlashCpu(Backend):
         supports_different_head_dims=False,
         supports_mask_grad=False,
         supports_dropout=False,
+        supports_non_positive_scale=False,
         needs_unit_last_stride=True,
     )
 

@@ -75,7 +75,7 @@ def _find_out(mask: torch.Tensor, L: int, S: int) -> Facts:
         low, high = starts[0] - (rows - 1), S - 1 - visible[0, 0].flip(-1).int().argmax(-1)
         if rows == L > 1:
             checks |= _square_checks(visible, keys, in_range, low, high)
-        is_left = (starts + lengths == S).all()
+        is_left = ((starts + lengths == S) | (lengths == 0)).all()
         longest = checks.pop("longest", torch.zeros((), device=mask.device))
         num_documents = checks.pop("num_documents", torch.zeros((), device=mask.device))
         firsts = checks.pop("firsts", None)

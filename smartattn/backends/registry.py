@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from smartattn.backends.base import Backend
+from smartattn.backends.cudnn import Cudnn
 from smartattn.backends.eager import Eager, EagerInplace
+from smartattn.backends.efficient import Efficient
+from smartattn.backends.flash import FlashCuda
 from smartattn.backends.flash_cpu import FlashCpu
+from smartattn.backends.flash_masked import FlashMasked
 from smartattn.backends.math import Math
 from smartattn.backends.stock import Stock
 
 _BUILT_IN: tuple[Backend, ...] = (
     Stock(),
+    Cudnn(),
+    FlashCuda(),
     FlashCpu(),
+    FlashMasked(),
+    Efficient(),
     EagerInplace(),
     Eager(),
     Math(),

@@ -39,7 +39,9 @@ def fault(run: Runner, call: Call, grads: str, *, part: Part | None, dtype: torc
         return f"output has shape {tuple(output.shape)} and dtype {output.dtype}, not {shape} and {call.query.dtype}"
     if not bool(torch.isfinite(output).all()):
         return "output has NaN or Inf"
-    return _mean_fault(probe, output.detach(), part, dtype) or (_row_fault(probe, output, dtype) if "v" in grads else "")
+    return _mean_fault(probe, output.detach(), part, dtype) or (
+        _row_fault(probe, output, dtype) if "v" in grads else ""
+    )
 
 
 def _probe(call: Call, *, keeps_mask: bool) -> Call:
@@ -83,6 +85,8 @@ def _row_fault(probe: Call, output: torch.Tensor, dtype: torch.dtype) -> str:
     found = flat(output.detach())[-1, -1, -1].to(dtype)
     size = float((probabilities.abs() * value.abs()).sum(0).max())
     error = float((found - right).abs().max())
-    if error > ROW_ROUNDINGS * torch.finfo(output.dtype).eps * max(size, 1.0) * (1 if output.element_size() == 2 else 8):
+    if error > ROW_ROUNDINGS * torch.finfo(output.dtype).eps * max(size, 1.0) * (
+        1 if output.element_size() == 2 else 8
+    ):
         return f"backward drops other probabilities than forward: the last row is off by {error:.2g}"
     return ""

@@ -125,9 +125,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((extent,), (1,))
 
 
-def _random(
-    tensor: torch.Tensor, generator: torch.Generator, spread: float = 1.0, mean: float = 0.0
-) -> torch.Tensor:
+def _random(tensor: torch.Tensor, generator: torch.Generator, spread: float = 1.0, mean: float = 0.0) -> torch.Tensor:
     memory = memory_of(tensor)
     extent = memory.numel()
     drawn = memory if extent <= _CHUNK else memory[:_CHUNK]

@@ -29,6 +29,8 @@ gives an expanded one.
 YARDSTICK_RATIO = 2.0
 """How many times the error of eager a route may have. Source: the rule of FlashAttention's own tests."""
 STRICT_MEAN_RATIO = 1.5
+MEAN_FLOOR_RATIO = 1 / 16
+"""Mean over largest rounding: an eighth of an ``eps`` is the mean error of one rounding, halved for cancellation."""
 MAX_YARDSTICK = 0.5
 """Error of eager, as a share of the magnitude, above which it is no yardstick and Math takes its place."""
 FLOOR_ROUNDINGS = 2.0
@@ -80,7 +82,9 @@ def prepare(
     """Return a probe of a kind of values; computes reference and yardstick, in ``dtype`` and the call's own."""
     filled = leaves(inputs.fill(call, name, seed, keeps_mask=keeps_mask)._replace(dropout_p=0.0), grads)
     small = filled if part is None else leaves(restrict(leaves(filled, ""), part), grads)
-    makers = [_TrialMaker(small, kind, seed, part, grads, dtype, is_strict) for kind in (grad_kinds if grads else ("",))]
+    makers = [
+        _TrialMaker(small, kind, seed, part, grads, dtype, is_strict) for kind in (grad_kinds if grads else ("",))
+    ]
     return Probe(name, filled, part, tuple(maker.make() for maker in makers))
 
 
@@ -159,7 +163,7 @@ class _TrialMaker:
             worst = eager[name][0] if eager[name][0] <= MAX_YARDSTICK else math_[name][0]
             allowed[name] = floor + (YARDSTICK_RATIO * worst if math.isfinite(worst) else 0.0)
             mean = math_[name][1]
-            allowed_mean[name] = floor / 4 + (STRICT_MEAN_RATIO * mean if math.isfinite(mean) else 0.0)
+            allowed_mean[name] = MEAN_FLOOR_RATIO * floor + (STRICT_MEAN_RATIO * mean if math.isfinite(mean) else 0.0)
         return Trial(self.kind, grad_out, expected, allowed, allowed_mean)
 
     def _grad_out(self) -> torch.Tensor:

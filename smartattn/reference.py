@@ -199,7 +199,9 @@ class _Problem:
         dO = self.given[n, hq].to(self.dtype)
         if "v" in self.grads:
             self.found["dV"][n, h] = _over_group(P.transpose(-2, -1) @ dO, group)
-            self.sizes["dV"][n, h] = _over_group(P.transpose(-2, -1) @ (strain * dO.abs().amax(-1, keepdim=True)), group)
+            self.sizes["dV"][n, h] = _over_group(
+                P.transpose(-2, -1) @ (strain * dO.abs().amax(-1, keepdim=True)), group
+            )
         if self.grads == "v":
             return
         dP = dO @ value.transpose(-2, -1)

@@ -76,9 +76,7 @@ class Validator:
         self.is_strict = accuracy == "strict"
         self.has_all_probes = has_all_probes or self.is_strict
         self.is_own = is_own_mask
-        self.dtype = reference_dtype(
-            signature.device_type, call.query.dtype, is_full_precision=not signature.precision
-        )
+        self.dtype = reference_dtype(signature.device_type, call.query.dtype, is_full_precision=not signature.precision)
         self.part = choose_part(signature, MAX_SCORES.get(signature.device_type, MAX_SCORES_ACCELERATOR))
         self._probes: list[Probe] | None = None
 

@@ -142,7 +142,7 @@ def signatures(device: str = "cpu") -> list[Signature]:
     for (number, shape), mask, train in itertools.product(enumerate(shapes), masks, (False, True)):
         dtype = dtypes[number % 2 if device != "cpu" else (number + len(found)) % 4]
         grads = " grads=" + ("qkvm" if "additive" in mask else "qkv") if train else ""
-        size, _, gqa = shape.partition(" gqa")
+        size = shape.removesuffix(" gqa")
         name = "bhsd" if "N-" not in size else "hsd"
         name = "7bhsd" if "N2x3" in size else name
         text = (
@@ -173,7 +173,9 @@ def synthesize_dense(signature: Signature) -> Call:
     if s.has_mask_tensor:
         full = (*s.batch, s.Hq, s.L, s.S)[-len(s.mask_axes) :]
         shape = [1 if letter == "1" else size for letter, size in zip(s.mask_axes, full, strict=True)]
-        mask = torch.randn(shape, device=device, dtype=torch.float32 if s.mask_dtype == "bool" else getattr(torch, s.mask_dtype))
+        mask = torch.randn(
+            shape, device=device, dtype=torch.float32 if s.mask_dtype == "bool" else getattr(torch, s.mask_dtype)
+        )
         mask = mask > -0.5 if s.mask_dtype == "bool" else mask
     for letter, tensor in zip("qkvm", made if mask is None else [*made, mask], strict=False):
         tensor.requires_grad_(letter in s.grads)
@@ -194,7 +196,9 @@ def verdict_on(backend: Backend, call: Call, accuracy: str = "standard") -> Verd
     if reasons:
         for reason in reasons:
             assert isinstance(reason, str), reason
-            assert len(re.findall(r"\w+", reason)) >= 3, f"{backend.name} gives the reason {reason!r}, which says nothing"
+            assert len(re.findall(r"\w+", reason)) >= 3, (
+                f"{backend.name} gives the reason {reason!r}, which says nothing"
+            )
         assert len(set(reasons)) == len(reasons), reasons
         return None
     return Validator(call, signature, accuracy=accuracy).check(backend.bind(signature))

@@ -26,6 +26,8 @@ def reasons(backend_name: str, signature: Signature, environment: Environment) -
 
     For ``stock`` they are those of what PyTorch would run: asking tells whether PyTorch's own choice is safe here.
     """
+    if signature.device_type == "cpu" and backend_name == "stock":
+        return _faults("stock:flash_for_cpu", signature, environment)
     if signature.device_type != "cuda":
         return ()
     if backend_name == "stock":
@@ -83,10 +85,3 @@ def _efficient_index_reasons(s: Signature) -> list[str]:
     if s.dropout != "none" and s.L * s.S > MAX_INDEX_32:
         found.append(f"draws dropout for at most 2^32 elements of L x S; there are {s.L * s.S}")
     return found
-
-
-def _lost_triangles(backend_name: str, signature: Signature) -> Iterator[str]:
-    s = signature
-    if (backend_name, s.device_type, s.scale) == ("stock", "cpu", "non_positive") and s.is_causal:
-        # Seen on torch 2.13.0: the fused CPU operator hides keys by -inf before it scales, which gives NaN.
-        yield "answers NaN on CPU for is_causal with a scale of 0 or below"

@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend
 
 from smartattn import versions
 from smartattn.backends.base import Backend, Capabilities, Runner
+from smartattn.backends.output_layout import steady_gradient
 from smartattn.environment import Environment
 from smartattn.signature import Call, Signature
 
@@ -35,8 +36,8 @@ class Stock(Backend):
 
     def bind(self, signature: Signature) -> Runner:
         """Return PyTorch's function behind positional arguments."""
-        del signature
-        return run_stock
+        is_cuda_training = signature.wants_grad and signature.device_type == "cuda"
+        return run_steady_stock if is_cuda_training else run_stock
 
 
 def run_stock(
@@ -51,6 +52,21 @@ def run_stock(
 ) -> torch.Tensor:
     """Call PyTorch's function as it was when smartattn was imported."""
     return versions.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def run_steady_stock(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Call PyTorch's function and bring gradients into one order, since it may run cuDNN (see ``steady_gradient``)."""
+    output = run_stock(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return steady_gradient(output) if output.dim() == 4 else output
 
 
 def resolved_backend(call: Call) -> str:

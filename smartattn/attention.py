@@ -13,6 +13,7 @@ import torch
 
 from smartattn import versions
 from smartattn.backends.base import Runner
+from smartattn.compiled import attend_compiled
 from smartattn.events import hot_hits
 from smartattn.first_sight import first_sight, recover
 from smartattn.wishes import Site, wish_of
@@ -67,8 +68,11 @@ def scaled_dot_product_attention(
 
     Note:
         A hit takes no lock and allocates nothing. A first sight may tune (bounded by ``signature_budget_ms`` and
-        ``process_budget_s``; synchronises the device). Under ``torch.compile`` it is PyTorch's own function.
+        ``process_budget_s``; synchronises the device). Under ``torch.compile`` nothing is measured: what memory or disk
+        knows at the first trace is what the graph runs.
     """
+    if backend is not None and _is_dynamo_compiling():
+        return attend_compiled(backend, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     site = _SITE if backend is None else Site(wish_of(backend))
     return attend(site, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
@@ -140,7 +144,7 @@ def attend(
 ) -> torch.Tensor:
     """Answer one call of a site: by the memo of its last choice, else by its key, else as a first sight."""
     if _is_dynamo_compiling():
-        return versions.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return attend_compiled(site.wish, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     hot_key: Hashable = None
     try:
         circumstances = (

@@ -133,6 +133,27 @@ def choose(
     return Choice(free, costs[free], faster=fast, break_even_calls=calls)
 
 
+def choose_compiled(
+    outcomes: Mapping[str, Outcome], is_allowed: Callable[[str], bool], *, may_plan: bool
+) -> Choice | None:
+    """Return what a compiled graph should run: by device time alone, since a graph's own calls hide the host's.
+
+    Args:
+        outcomes: of a record.
+        is_allowed: whether a route may be part of the graph.
+        may_plan: whether each plan is paid once; where lengths vary in one graph, each of them would pay.
+
+    Returns:
+        ``None`` when no allowed route was measured.
+    """
+    timed = timed_outcomes(outcomes, is_allowed)
+    if not may_plan:
+        timed = {name: o for name, o in timed.items() if not has_plan(o)} or timed
+    costs = {name: o.device_us for name, o in timed.items()}
+    fast = fastest(timed, costs)
+    return None if fast is None else Choice(fast, costs[fast])
+
+
 def break_even_calls(free_us: float, fast_us: float, plan_ms: float) -> int:
     """Return after how many calls the saving of the faster route has paid for its plan."""
     saving_us = free_us - fast_us

@@ -38,7 +38,7 @@ def passthrough_reason(call: Call) -> str:
         return "an active function mode"
     if versions.functorch_level() is not None:
         return "a function transform"
-    if torch.jit.is_tracing():
+    if versions.is_jit_tracing():
         return "jit tracing"
     if is_foreign():
         return "a replaced scaled_dot_product_attention"

@@ -121,10 +121,7 @@ class Selector:
         if mode == "tune":
             return self._tune_or_default(call, view)
         if mode == "error":
-            raise MissingRecordError(
-                f"nothing is stored for {signature}; mode is 'error'. Tune it first (mode 'tune', or pre-warm), or "
-                f"choose mode 'frozen' to run the safe default instead."
-            )
+            raise missing_record(signature)
         if mode == "record":
             self.note_pending(view.environment, signature, "met in mode 'record'")
         return self.safe_default(view)
@@ -213,7 +210,7 @@ class Selector:
     def _unanswered(self, view: View, record: Record) -> Binding:
         if view.wish.backend is not None:
             reasons = {r.name: _outcome_reasons(record, r, view) for r in view.wished_routes()}
-            raise _unavailable(view, reasons)
+            raise unavailable(view, reasons)
         return self.safe_default(view, record.outcomes, "no route was found valid")
 
     def _why_not_tune(self, view: View) -> str:
@@ -375,7 +372,7 @@ def _only_route(view: View) -> Route | None:
     wished = view.wished_routes()
     eligible = [route for route in wished if not view.reasons(route)]
     if not eligible:
-        raise _unavailable(view, {route.name: view.reasons(route) for route in wished})
+        raise unavailable(view, {route.name: view.reasons(route) for route in wished})
     return eligible[0] if len(eligible) == 1 else None
 
 
@@ -385,7 +382,16 @@ def _outcome_reasons(record: Record, route: Route, view: View) -> tuple[str, ...
     return view.reasons(route) + ((f"{outcome.is_}: {found}",) if outcome is not None and found else ())
 
 
-def _unavailable(view: View, reasons: dict[str, tuple[str, ...]]) -> RouteUnavailableError:
+def missing_record(signature: Signature) -> MissingRecordError:
+    """Return the error of mode ``error`` on a miss."""
+    return MissingRecordError(
+        f"nothing is stored for {signature}; mode is 'error'. Tune it first (mode 'tune', or pre-warm), or "
+        f"choose mode 'frozen' to run the safe default instead."
+    )
+
+
+def unavailable(view: View, reasons: dict[str, tuple[str, ...]]) -> RouteUnavailableError:
+    """Return the error of an explicit backend that cannot serve, from all the reasons by route."""
     lines = "\n".join(f"  {name}: {'; '.join(found) or 'was not measured'}" for name, found in reasons.items())
     return RouteUnavailableError(
         f"backend={view.wish.backend!r} cannot serve {view.signature}:\n{lines}\n"

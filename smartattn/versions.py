@@ -9,7 +9,7 @@ import functools
 import gc
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,6 +26,7 @@ len_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 len_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 functorch_level: Callable[[], Any] = torch._C._functorch.maybe_current_level
 is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 """Id of the running backward pass of this thread, -1 outside of one."""
 
@@ -251,3 +252,51 @@ def tensor_guard(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool] | Non
     except (AttributeError, TypeError, RuntimeError):
         return None
     return guard.check  # type: ignore[no-any-return]  # PyTorch's stub has no type for it
+
+
+def run_for_real(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Dynamo run ``function`` while it traces a call of it, and take the result for a constant.
+
+    The mark is what ``torch.compiler.assume_constant_result`` sets; that one would import Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any attribute
+    return function
+
+
+def trace_hook() -> Any:
+    """Return Dynamo's ``comptime``: called in traced code, it runs a function that sees the frame while tracing."""
+    from torch._dynamo.comptime import comptime  # noqa: PLC0415 - only traced code comes here; Dynamo is loaded then
+
+    return comptime
+
+
+def traced_local(context: Any, name: str) -> Any:
+    """Return a local of the frame being traced: a constant, a fake tensor, a symbolic number; ``None`` for others."""
+    variable = context.get_local(name)
+    if variable.is_python_constant():
+        return variable.as_python_constant()
+    return variable.as_fake() if variable.is_proxy() else None
+
+
+def is_plain_fake(tensor: object) -> bool:
+    """Return whether a traced tensor stands for a plain dense tensor rather than for a subclass."""
+    from torch._subclasses.fake_tensor import FakeTensor  # noqa: PLC0415 - as above
+
+    is_plain = type(tensor) in (FakeTensor, torch.nn.Parameter)
+    return is_plain and isinstance(tensor, FakeTensor) and not tensor.is_nested and tensor.layout == torch.strided
+
+
+def value_of(size: int | torch.SymInt, values: Mapping[Any, int] | None) -> int | None:
+    """Return a size for given values of its symbols, or its hint, without a guard; ``None`` where it has none."""
+    if isinstance(size, int):
+        return size
+    node: Any = size.node
+    if values is None:
+        return int(node.hint) if node.has_hint() else None
+    number = node.expr.subs(values)
+    return int(number) if number.is_number else None
+
+
+def symbols_in(size: int | torch.SymInt) -> frozenset[Any]:
+    """Return the symbols that a size is made of, none for a plain number."""
+    return frozenset() if isinstance(size, int) else frozenset(size.node.expr.free_symbols)

@@ -85,12 +85,14 @@ class View:
 
     def safe_route(self, outcomes: Mapping[str, Outcome]) -> Route:
         """Return the safe default: the first that has no reasons and that ``outcomes`` do not call wrong."""
-        if self.wish.backend is None:
-            candidates = [route for name in SAFE_DEFAULTS if (route := self.route(name)) is not None]
-        else:
-            candidates = list(self.wished_routes())
-        for route in candidates:
+        for route in self.safe_candidates():
             if not isinstance(outcomes.get(route.name), Invalid | Failed) and not self.reasons(route):
                 return route
         # Nothing is known to be right: PyTorch's own answer, or its own error.
         return parse_route(STOCK, self.signature.device_type)
+
+    def safe_candidates(self) -> tuple[Route, ...]:
+        """Return where the safe default is looked for, in this order."""
+        if self.wish.backend is not None:
+            return self.wished_routes()
+        return tuple(route for name in SAFE_DEFAULTS if (route := self.route(name)) is not None)

@@ -6,6 +6,7 @@ every one of its elements is as the class says.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import torch
@@ -42,7 +43,7 @@ def recognize(call: Call) -> Facts | None:
     if known is None:
         start_s = time.perf_counter()
         known = _find_out(mask, L, S)
-        object.__setattr__(known, "cost_ms", (time.perf_counter() - start_s) * 1e3)
+        known = dataclasses.replace(known, cost_ms=(time.perf_counter() - start_s) * 1e3)
         remember(mask, known)
     return known
 
@@ -69,10 +70,10 @@ def _find_out(mask: torch.Tensor, L: int, S: int) -> Facts:
         rows = visible.size(1)
         keys = torch.arange(S, device=mask.device)
         last = visible[:, -1]
-        starts, lengths = last.int().argmax(-1), last.sum(-1)
+        starts, lengths = _first(last), last.sum(-1)
         in_range = (keys >= starts[:, None]) & (keys < (starts + lengths)[:, None])
         checks = {"all": visible.all(), "padding": (visible == in_range[:, None]).all()}
-        low, high = starts[0] - (rows - 1), S - 1 - visible[0, 0].flip(-1).int().argmax(-1)
+        low, high = starts[0] - (rows - 1), S - 1 - _first(visible[0, 0].flip(-1))
         if rows == L > 1:
             checks |= _square_checks(visible, keys, in_range, low, high)
         is_left = ((starts + lengths == S) | (lengths == 0)).all()
@@ -90,19 +91,25 @@ def _find_out(mask: torch.Tensor, L: int, S: int) -> Facts:
     return facts or other
 
 
+def _first(visible: torch.Tensor) -> torch.Tensor:
+    """Return where the first visible key is, 0 where there is none."""
+    return visible.contiguous().view(torch.uint8).argmax(-1)
+
+
 def _square_checks(
     visible: torch.Tensor, keys: torch.Tensor, in_range: torch.Tensor, low: torch.Tensor, high: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Return the verdicts that need one row per query, and the documents' measures."""
     L, S = visible.shape[-2:]
     queries = torch.arange(L, device=visible.device)
-    offsets = keys - queries[:, None]
-    found = {"band": (visible == ((offsets >= low) & (offsets <= high))).all()}
+    # Vectors are compared across each other, so that no matrix of numbers is made, eight times a mask's size.
+    band = (keys >= (queries + low)[:, None]) & (keys <= (queries + high)[:, None])
+    found = {"band": (visible == band).all()}
     if L != S:
         return found
-    triangle = offsets <= 0
+    triangle = keys <= queries[:, None]
     found["causal_padding"] = (visible == (in_range[:, None] & triangle)).all()
-    firsts = visible[0].int().argmax(-1) == queries
+    firsts = _first(visible[0]) == queries
     documents = firsts.cumsum(0)
     same = documents[:, None] == documents
     found["documents"] = (visible == same).all()

@@ -103,7 +103,7 @@ FAULTS: tuple[KnownFault, ...] = (
     ),
     KnownFault(
         "flash_reads_unaligned_memory",
-        ("stock:flash",),
+        ("flash",),
         lambda s: s.E % 8 == 0 and _is_unaligned(s),
         "loses the CUDA context over memory that does not start on 16 bytes; make the tensors contiguous",
         "seen on H200, torch 2.11.0",

@@ -18,7 +18,8 @@ from smartattn.versions import MAX_GRID
 MAX_INDEX_32 = 1 << 32
 """Offsets that an unsigned 32-bit index can tell apart."""
 MAX_SIGNED_32 = 1 << 31
-_GUARDED = ("cudnn", "flash", "efficient")
+_OPERATORS = {"cudnn": "cudnn", "flash": "flash", "flash_masked": "flash", "efficient": "efficient"}
+"""Backend to the fused operator that it launches."""
 
 
 def reasons(backend_name: str, signature: Signature, environment: Environment) -> tuple[str, ...]:
@@ -37,10 +38,11 @@ def reasons(backend_name: str, signature: Signature, environment: Environment) -
     return _reasons(backend_name, signature, environment)
 
 
-def _reasons(path: str, signature: Signature, environment: Environment) -> tuple[str, ...]:
-    if path not in _GUARDED:
+def _reasons(backend_name: str, signature: Signature, environment: Environment) -> tuple[str, ...]:
+    operator = _OPERATORS.get(backend_name)
+    if operator is None:
         return ()
-    return closed_forms(path, signature) + _faults(path, signature, environment)
+    return closed_forms(operator, signature) + _faults(operator, signature, environment)
 
 
 def _faults(path: str, signature: Signature, environment: Environment) -> tuple[str, ...]:
@@ -53,7 +55,7 @@ def _faults_of(path: str, environment: Environment) -> tuple[KnownFault, ...]:
     return tuple(fault for fault in FAULTS if path in fault.paths and fault.concerns(environment))
 
 
-def closed_forms(path: str, signature: Signature) -> tuple[str, ...]:
+def closed_forms(operator: str, signature: Signature) -> tuple[str, ...]:
     """Return which limits of a fused operator's launch grid and index arithmetic the sizes break.
 
     Source: seen on an H200 with torch 2.11.0: at 65536, flash fails for batches and heads, Efficient for heads, cuDNN
@@ -64,11 +66,11 @@ def closed_forms(path: str, signature: Signature) -> tuple[str, ...]:
     found = []
     if s.Hq > MAX_GRID:
         found.append(f"launches at most {MAX_GRID} heads; there are {s.Hq}")
-    if s.N > MAX_GRID and path != "efficient":
+    if s.N > MAX_GRID and operator != "efficient":
         found.append(f"launches at most {MAX_GRID} batches; there are {s.N}; split the batch")
-    if path == "efficient":
+    if operator == "efficient":
         found += _efficient_index_reasons(s)
-    if path == "flash" and s.wants_grad:
+    if operator == "flash" and s.wants_grad:
         elements = torch_rules.flash_backward_elements(s)
         if elements > MAX_SIGNED_32:
             # Reported for other builds (TabPFN#1184); 1.001 times the limit ran right on an H200 with torch 2.11.0.

@@ -181,7 +181,15 @@ def stock_output_order(signature: Signature, environment: Environment) -> str:
 
 def has_aligned_memory(signature: Signature) -> bool:
     """Return whether query, key and value start, and every row of them starts, on 16 bytes."""
-    return all(layout.has_aligned_start and layout.has_aligned_rows for layout in signature.layouts)
+    query, key, value = signature.layouts
+    return (
+        query.has_aligned_start
+        and key.has_aligned_start
+        and value.has_aligned_start
+        and query.has_aligned_rows
+        and key.has_aligned_rows
+        and value.has_aligned_rows
+    )
 
 
 def _has_plain_heads(signature: Signature, environment: Environment) -> bool:

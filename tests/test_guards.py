@@ -50,6 +50,7 @@ def test_a_plain_call_has_no_reasons() -> None:
     [
         ("flash", "batch", True),
         ("flash", "Hq", False),
+        ("flash_masked", "Hq", False),
         ("cudnn", "batch", True),
         ("cudnn", "Hq", False),
         ("efficient", "Hq", False),

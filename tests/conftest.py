@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -25,6 +26,10 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Give the test and its child processes a private cache folder, then restore all that lives in this process."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("SMARTATTN_CACHE_DIR", str(folder))
+    # The lock of a tuning lies there: tests that run beside these must not make them wait.
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     plugins, listeners = list(registry._plugins), list(events._listeners)
     configure(**dataclasses.asdict(Settings(cache_dir=folder)))
     forget_everything()
@@ -55,6 +60,13 @@ def quiet_machine(monkeypatch: pytest.MonkeyPatch):
 def fake_clock() -> FakeClock:
     """Return a clock that passes only when a fake says so."""
     return FakeClock()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run draw more random calls than usual."""
+    group = parser.getgroup("smartattn")
+    group.addoption("--differential", type=int, default=200, help="random calls of tests/test_differential.py")
+    group.addoption("--differential-seconds", type=float, default=0, help="go on drawing for so many seconds")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,7 +29,10 @@ def test_example_runs(code: str, tmp_path: Path):
     """Each Python example runs as a program of its own, and prints no warning of ours."""
     script = tmp_path / "example.py"
     script.write_text(code, encoding="utf-8")
-    done = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=240)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script], env=environ, capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     assert "smartattn" not in done.stderr, done.stderr
 

@@ -180,44 +180,46 @@ class _Problem:
         weights = scores.sub_(top.masked_fill(is_empty, 0.0)).exp_()
         probabilities = weights.div_(weights.sum(-1, keepdim=True).masked_fill(is_empty, 1.0))
 
-        lengths = value.norm(dim=-1, keepdim=True)
         self.is_empty[n, hq] = is_empty
         self.is_vague[n, hq] = is_vague
-        self.found["output"][n, hq] = probabilities @ value
-        self.sizes["output"][n, hq] = strain * (probabilities @ value.abs().amax(-1, keepdim=True))
+        output, size = _products(probabilities, value, value.abs().amax(-1, keepdim=True))
+        self.found["output"][n, hq] = output
+        self.sizes["output"][n, hq] = strain * size
         if self.given is not None and self.grads:
-            self._differentiate(n, h, group, scale, (query, key, value), probabilities, lengths, strain)
+            self._differentiate(n, h, scale, (query, key, value), (probabilities, output, strain))
 
     def _differentiate(
-        self, n: slice, h: slice, group: int, scale: float,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], P: torch.Tensor, lengths: torch.Tensor,
-        strain: torch.Tensor,
+        self, n: slice, h: slice, scale: float,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:  # fmt: skip
         query, key, value = inputs
+        P, output, strain = rows
+        group = self.query.size(1) // self.key.size(1)
         hq = slice(h.start * group, h.stop * group)
         assert self.given is not None
         dO = self.given[n, hq].to(self.dtype)
-        if "v" in self.grads:
-            self.found["dV"][n, h] = _over_group(P.transpose(-2, -1) @ dO, group)
-            self.sizes["dV"][n, h] = _over_group(
-                P.transpose(-2, -1) @ (strain * dO.abs().amax(-1, keepdim=True)), group
-            )
-        if self.grads == "v":
-            return
-        dP = dO @ value.transpose(-2, -1)
-        dS = P * (dP - (P * dP).sum(-1, keepdim=True))
         # A term of dS is at most P_ij |dO_i| (|V_j| + sum_j P_ij |V_j|); all magnitudes below follow from that.
         strength = strain * dO.norm(dim=-1, keepdim=True)
-        mean = P @ lengths
+        lengths = value.norm(dim=-1, keepdim=True)
+        widths = key.abs().amax(-1, keepdim=True)
+        mean, wide, both = _products(P, lengths, widths, lengths * widths)
+        weight = strength * query.abs().amax(-1, keepdim=True)
+        dV, dV_size, above, below = _products(
+            P.transpose(-2, -1), dO, strain * dO.abs().amax(-1, keepdim=True), weight, weight * mean
+        )
+        if "v" in self.grads:
+            self.found["dV"][n, h] = _over_group(dV, group)
+            self.sizes["dV"][n, h] = _over_group(dV_size, group)
+        if self.grads == "v":
+            return
+        # The sum over keys of P dP is the product of dO with the output.
+        dS = (dO @ value.transpose(-2, -1)).sub_((dO * output).sum(-1, keepdim=True)).mul_(P)
         if "q" in self.grads:
-            widths = key.abs().amax(-1, keepdim=True)
             self.found["dQ"][n, hq] = (dS @ key).mul_(scale)
-            self.sizes["dQ"][n, hq] = strength * (P @ (lengths * widths) + mean * (P @ widths)) * abs(scale)
+            self.sizes["dQ"][n, hq] = strength * (both + mean * wide) * abs(scale)
         if "k" in self.grads:
-            weight = strength * query.abs().amax(-1, keepdim=True)
-            size = lengths * (P.transpose(-2, -1) @ weight) + P.transpose(-2, -1) @ (weight * mean)
             self.found["dK"][n, h] = _over_group((dS.transpose(-2, -1) @ query).mul_(scale), group)
-            self.sizes["dK"][n, h] = _over_group(size * abs(scale), group)
+            self.sizes["dK"][n, h] = _over_group((lengths * above + below) * abs(scale), group)
         if "m" in self.grads:
             size = P * strength * (lengths.transpose(-2, -1) + mean)
             for totals, terms in ((self.found, dS), (self.sizes, size)):
@@ -245,6 +247,11 @@ class _Problem:
 def _part(mask: torch.Tensor, n: slice, hq: slice) -> torch.Tensor:
     mask = mask if mask.size(0) == 1 else mask[n]
     return mask if mask.size(1) == 1 else mask[:, hq]
+
+
+def _products(P: torch.Tensor, *columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the products of one matrix with several in one pass."""
+    return torch.split(P @ torch.cat(columns, -1), [column.size(-1) for column in columns], -1)
 
 
 def _over_group(tensor: torch.Tensor, group: int) -> torch.Tensor:

@@ -16,9 +16,9 @@ from smartattn.reference import flat_mask, reference_dtype
 from smartattn.signature import MASK_KINDS, Call, Signature
 from smartattn.trials import untraced
 
-MAX_SCORES = {"cpu": 1 << 20}
+MAX_SCORES = {"cpu": 1 << 18}
 MAX_SCORES_ACCELERATOR = 1 << 26
-"""Scores above which only a part of a problem is compared: about 0.1 s of reference on either device."""
+"""Scores above which only a part of a problem is compared: tens of milliseconds of reference on either device."""
 LARGE_SCORES = 1 << 22
 """Scores above which a call is slow enough for two probes to be all."""
 

@@ -7,6 +7,7 @@ every backend that reads masks can serve every class, and a few can do better.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import OrderedDict
 from typing import NamedTuple
@@ -151,27 +152,26 @@ def _hides_nothing(mask: Mask, L: int, S: int) -> bool:
 
 _CARRIERS = 32
 """Most dense masks that are kept for classes; each is as large as the class needs, at most L x S or N x L x S bytes."""
-_carriers: OrderedDict[tuple[object, ...], tuple[torch.Tensor, str]] = OrderedDict()
+_carriers: OrderedDict[tuple[object, ...], tuple[torch.Tensor, Facts]] = OrderedDict()
 
 
 def _carrier(mask: Mask, L: int, S: int, device: torch.device, is_causal: bool) -> tuple[torch.Tensor, str]:
     """Return the dense tensor of a class, with what is known about it remembered, and its name in signatures."""
     key = mask, L, S, device, is_causal
     found = _carriers.get(key)
-    if found is not None and facts_of(found[0]) is not None:
-        return found
+    # Other facts, or none, mean that somebody wrote to the dense mask.
+    if found is not None and facts_of(found[0]) is found[1]:
+        return found[0], found[1].name if found[1].is_known else ""
     with torch.inference_mode(mode=False), torch.no_grad():
         dense, facts = mask.dense(L, S, device), mask.facts(L, S, device)
-        name = facts.name
         if is_causal:
             dense = dense & Causal().dense(L, S, device)
-            name = _causal_name(mask, L, S)
-            facts = Facts(name or "bool", facts.left, facts.right, facts.ends, facts.longest, facts.starts, facts.lengths)
+            facts = dataclasses.replace(facts, name=_causal_name(mask, L, S))
     remember(dense, facts)
-    _carriers[key] = dense, name
+    _carriers[key] = dense, facts
     while len(_carriers) > _CARRIERS:
         _carriers.popitem(last=False)
-    return dense, name
+    return dense, facts.name if facts.is_known else ""
 
 
 def _causal_name(mask: Mask, L: int, S: int) -> str:
@@ -179,7 +179,7 @@ def _causal_name(mask: Mask, L: int, S: int) -> str:
         return "causal+documents"
     if isinstance(mask, KeyPadding) and L == S:
         return f"causal+key_padding({mask.side})"
-    return ""
+    return "bool"
 
 
 def forget() -> None:

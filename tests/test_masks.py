@@ -88,6 +88,7 @@ def test_dense_mask_written_to_is_made_anew():
     """A caller who writes into the dense mask of a class spoils no later call."""
     first = canonicalize(call_of(mask=Documents([2, 4]))).call.attn_mask
     first.fill_(True)
+    assert canonicalize(call_of(mask=first), recognizes=True).call.attn_mask is None
     assert not canonicalize(call_of(mask=Documents([2, 4]))).call.attn_mask.all()
 
 

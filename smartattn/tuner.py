@@ -6,6 +6,7 @@ validation; only valid routes are raced. Every route ends as one outcome, whatev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -21,7 +22,7 @@ from smartattn.choice import STOCK
 from smartattn.clocks import Clock
 from smartattn.environment import Environment, provenance_now
 from smartattn.formatting import format_bytes, format_us
-from smartattn.measurement import Measurement
+from smartattn.measurement import Measurement, Sample
 from smartattn.record import Failed, Invalid, Outcome, Record, Rejected, Timed
 from smartattn.routes import Route
 from smartattn.settings import Settings
@@ -30,12 +31,14 @@ from smartattn.timing import Limits, Trial, drifted, race
 from smartattn.trials import leaf_copies, untraced
 from smartattn.validation import Validator
 
-HOPELESS_FIRST_CALL_RATIO = 8.0
-"""First call over the fastest first call above which a route is not even validated.
+HOPELESS_RATIOS = ((50e3, 1.5), (5e3, 3.0), (0.0, 8.0))
+"""From which fastest first call, in microseconds, a route that many times slower is not even validated.
 
-Source: validating costs several calls; the widest gap between a first and a steady call without a plan that was seen
-is about 3x (caches, lazily loaded kernels), so 8x cannot be the best route.
+Source: validating costs several calls. Short first calls hold caches and lazily loaded kernels (up to about 3x seen),
+long ones do not: calls of 50 ms and more repeated within a third on a busy machine.
 """
+LONG_CALL_US = 5e3
+"""First call from which it counts as a sample: what is cold about it no longer shows."""
 MAX_REASON_CHARACTERS = 300
 Result = TypeVar("Result")
 
@@ -57,7 +60,8 @@ class Tuning:
         clock: measures time.
         quarantined: route name to the reason why it may not be tried again.
         bucket: that the record may answer for.
-        device: of the call.
+        outcomes: of the routes judged so far.
+        plans_ms: route name to what its first call cost beyond its second.
     """
 
     call: Call
@@ -69,6 +73,7 @@ class Tuning:
     quarantined: Mapping[str, str] = field(default_factory=dict)
     bucket: Bucket | None = None
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+    plans_ms: dict[str, float] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -96,11 +101,10 @@ class Tuning:
             firsts = self._first_calls(trials)
             errors = self._validate(runners, firsts, own)
             spent_ms = (self.clock.now_s() - start_s) * 1e3
-            budget_ms = max(0.2 * self.settings.signature_budget_ms, self.settings.signature_budget_ms - spent_ms)
-            measured = self._race({name: trials[name] for name in errors}, budget_ms)
+            measured = self._race({name: trials[name] for name in errors}, firsts, spent_ms)
         noisy = any(drifted(m) for m in measured.values())
         for name, measurement in measured.items():
-            self.outcomes[name] = self._timed(name, measurement, firsts[name], errors[name])
+            self.outcomes[name] = self._timed(name, measurement, firsts[name].cost_us, errors[name])
         ordered = {route.name: self.outcomes[route.name] for route in self.routes}
         provenance = provenance_now(self.signature.device_type, noisy=noisy)
         return Record(self.signature, ordered, provenance, self.bucket)
@@ -130,36 +134,42 @@ class Tuning:
         share = f"{self.settings.memory_share:.0%} of {format_bytes(free_bytes)} free"
         return (f"wants {format_bytes(wanted)} of workspace; {format_bytes(allowed)} are allowed ({share})",)
 
-    def _first_calls(self, trials: Mapping[str, Trial]) -> dict[str, float]:
-        """Run every trial once more than it needs, and keep what its first call cost, in microseconds."""
-        firsts: dict[str, float] = {}
-        fastest_us = float("inf")
+    def _first_calls(self, trials: Mapping[str, Trial]) -> dict[str, Sample]:
+        """Return what one call of every route costs; hopeless routes get their outcome (stock always stays)."""
+        firsts: dict[str, Sample] = {}
         for name, trial in trials.items():
-            route = self._route(name)
-            sample = self._guarded(name, lambda trial=trial: self.clock.sample(trial, 1).cost_us)  # type: ignore[misc]  # the default binds the loop's value
-            if sample is None:
+            sample = self._guarded(name, functools.partial(self.clock.sample, trial, 1))
+            if sample is not None:
+                firsts[name] = sample
+        limit_us = self._hopeless_us(firsts)
+        for name, first in list(firsts.items()):
+            if first.cost_us <= limit_us or name == STOCK:
                 continue
-            steady = sample
-            if sample > HOPELESS_FIRST_CALL_RATIO * fastest_us and name != STOCK:
-                # Plans and lazily loaded kernels are paid now; the second call tells whether the route is hopeless.
-                second = self._guarded(name, lambda trial=trial: self.clock.sample(trial, 1).cost_us)  # type: ignore[misc]  # as above
-                if second is None:
-                    continue
-                steady = second
-            if steady > HOPELESS_FIRST_CALL_RATIO * fastest_us and name != STOCK:
-                times = f"{format_us(steady)} against {format_us(fastest_us)}"
+            # Plans and lazily loaded kernels are paid now, so a second call tells whether it is the route that is slow.
+            is_cold = first.cost_us < LONG_CALL_US or self._route(name).backend.plans_per_shape
+            steady = self._guarded(name, functools.partial(self.clock.sample, trials[name], 1)) if is_cold else first
+            if steady is None:
+                del firsts[name]
+                continue
+            if steady.cost_us <= limit_us:
+                self.plans_ms[name] = (first.cost_us - steady.cost_us) / 1e3
+                firsts[name] = steady
+            else:
+                times = f"{format_us(steady.cost_us)} against {format_us(min(f.cost_us for f in firsts.values()))}"
                 self.outcomes[name] = Rejected((f"a single call is too slow to be worth validating: {times}",))
-                continue
-            fastest_us = min(fastest_us, steady)
-            firsts[route.name] = sample
+                del firsts[name]
         return firsts
 
-    def _validate(self, runners: Mapping[str, Runner], firsts: Mapping[str, float], own: Call) -> dict[str, float]:
+    def _hopeless_us(self, firsts: Mapping[str, Sample]) -> float:
+        fastest_us = min((first.cost_us for first in firsts.values()), default=0.0)
+        return fastest_us * next(ratio for from_us, ratio in HOPELESS_RATIOS if fastest_us >= from_us)
+
+    def _validate(self, runners: Mapping[str, Runner], firsts: Mapping[str, Sample], own: Call) -> dict[str, float]:
         """Return the error ratio of every valid route; the others get their outcome."""
         validator = Validator(own, self.signature, accuracy=self.settings.accuracy)
         errors = {}
         for name in firsts:
-            verdict = self._guarded(name, lambda name=name: validator.check(runners[name]))  # type: ignore[misc]  # as above
+            verdict = self._guarded(name, functools.partial(validator.check, runners[name]))
             if verdict is None:
                 continue
             if verdict.is_valid:
@@ -168,21 +178,33 @@ class Tuning:
                 self.outcomes[name] = Invalid(verdict.reason, self._route(name).backend.version())
         return errors
 
-    def _race(self, trials: Mapping[str, Trial], budget_ms: float) -> dict[str, Measurement]:
+    def _race(
+        self, trials: Mapping[str, Trial], firsts: Mapping[str, Sample], spent_ms: float
+    ) -> dict[str, Measurement]:
         measured: dict[str, Measurement] = {}
         remaining = dict(trials)
+        limit_us = self._hopeless_us(firsts)
+        stock_us = firsts[STOCK].cost_us if STOCK in remaining else 0.0
+        if stock_us > max(limit_us, LONG_CALL_US) and len(remaining) > 1:
+            # Far behind, and slow: what its first call told is all that the record needs.
+            measured[STOCK] = Measurement((firsts[STOCK],))
+            del remaining[STOCK]
+        budget_ms = self.settings.signature_budget_ms
         while remaining:
+            looks = {name: firsts[name] for name in remaining if firsts[name].cost_us >= LONG_CALL_US}
+            # Two rounds are the least that can put routes in order, whatever was spent before.
+            two_rounds_ms = 2 * sum(look.cost_us for look in looks.values()) / 1e3
+            limits = Limits(max(0.3 * budget_ms, budget_ms - spent_ms, two_rounds_ms))
             try:
-                return measured | race(remaining, self.clock, Limits(budget_ms))
+                return measured | race(remaining, self.clock, limits, looks)
             except Exception as error:
-                # A route that ran twice before and fails now (memory, mostly) leaves; the others are timed again.
-                name = self._blame(remaining, error)
-                del remaining[name]
+                # A route that ran before and fails now (memory, mostly) leaves; the others are timed again.
+                del remaining[self._blame(remaining, error)]
         return measured
 
     def _blame(self, trials: Mapping[str, Trial], error: Exception) -> str:
         for name, trial in trials.items():
-            if self._guarded(name, lambda trial=trial: (trial(), True)) is None:  # type: ignore[misc]  # as above
+            if self._guarded(name, functools.partial(self.clock.sample, trial, 1)) is None:
                 return name
         name = next(reversed(trials))
         self._note_failure(name, error)
@@ -212,7 +234,7 @@ class Tuning:
     def _timed(self, name: str, measurement: Measurement, first_us: float, error: float) -> Timed:
         route = self._route(name)
         resolved = resolved_backend(self.call) if name == STOCK else ""
-        plan_ms = max(0.0, first_us - measurement.cost_us) / 1e3 if self._plans(route, resolved) else 0.0
+        plan_ms = max(self.plans_ms.get(name, 0.0), first_us / 1e3 - measurement.cost_us / 1e3, 0.0)
         return Timed(
             device_us=measurement.device_us,
             host_us=measurement.host_us,
@@ -220,7 +242,7 @@ class Tuning:
             n=len(measurement.samples),
             error=error,
             version=route.backend.version(),
-            plan_ms=plan_ms,
+            plan_ms=plan_ms if self._plans(route, resolved) else 0.0,
             peak_bytes=0 if name == STOCK else route.workspace_bytes(self.signature),
             resolved=resolved,
         )

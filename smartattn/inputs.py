@@ -13,7 +13,9 @@ import math
 
 import torch
 
+from smartattn import masks
 from smartattn.layout import ALIGNMENT_BYTES, AXES, MASK_AXES, Layout, read_layout
+from smartattn.mask_facts import facts_of, remember
 from smartattn.signature import DTYPES, MASK_KINDS, Call, Signature
 
 KINDS = ("caller", "random", "very_negative", "masked_rows", "one_visible_key")
@@ -38,11 +40,9 @@ def synthesize(signature: Signature, device: torch.device, seed: int = 0) -> Cal
     """Return a call with random values whose signature is ``signature`` (up to the switches of the process).
 
     Raises:
-        ValueError: a layout that no tensor of this shape can have, or a mask class without stand-in.
+        ValueError: a layout that no tensor of this shape can have, or no such mask class.
     """
     s = signature
-    if s.mask not in MASK_KINDS:
-        raise ValueError(f"no inputs can be made up for mask class {s.mask!r}")
     generator = _generator(device, seed)
     dtype = DTYPES[s.dtype]
     shapes = (*s.batch, s.Hq, s.L, s.E), (*s.batch, s.H, s.S, s.E), (*s.batch, s.H, s.S, s.Ev)
@@ -50,10 +50,14 @@ def synthesize(signature: Signature, device: torch.device, seed: int = 0) -> Cal
         _random(_empty(shape, layout, dtype, device), generator)
         for shape, layout in zip(shapes, s.layouts, strict=True)
     )
-    call = Call(query, key, value, None, _DROPOUT[s.dropout], s.is_causal, None, s.gqa == "enabled")
+    # The mask of a recognised class holds the triangle too.
+    is_causal = s.is_causal and s.mask in MASK_KINDS
+    call = Call(query, key, value, None, _DROPOUT[s.dropout], is_causal, None, s.gqa == "enabled")
     if s.scale == "non_positive":
         call = call._replace(scale=-0.5)
-    if s.has_mask_tensor:
+    if s.mask not in MASK_KINDS:
+        call = call._replace(attn_mask=_mask_of_class(s, device))
+    elif s.has_mask_tensor:
         call = call._replace(attn_mask=_synthesized_mask(s, call, device, generator))
     for letter, tensor in zip("qkvm", call.tensors, strict=False):
         tensor.requires_grad_(letter in s.grads)
@@ -199,6 +203,17 @@ def _contiguous_strides(shape: tuple[int, ...]) -> list[int]:
     for i in range(len(shape) - 2, -1, -1):
         strides[i] = strides[i + 1] * shape[i + 1]
     return strides
+
+
+def _mask_of_class(s: Signature, device: torch.device) -> torch.Tensor:
+    """Return a mask of a recognised class, known to be of it."""
+    mask = masks.example(s.mask, s.N, s.L, s.S, device)
+    facts = facts_of(mask)
+    if s.mask_dtype in ("", "bool") or facts is None:
+        return mask
+    hidden = torch.zeros(mask.shape, dtype=DTYPES[s.mask_dtype], device=device).masked_fill_(~mask, -math.inf)
+    remember(hidden, facts)
+    return hidden
 
 
 def _synthesized_mask(s: Signature, call: Call, device: torch.device, generator: torch.Generator) -> torch.Tensor:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smartattn.inputs import KINDS, fill, is_clean, synthesize
+from smartattn.masks import canonicalize
 from smartattn.signature import Call, read_signature
 from tests.backends.contract import LAYOUTS, Problem, laid_out, problems
 
@@ -123,3 +124,16 @@ def test_clean_masks() -> None:
     assert is_clean(torch.tensor([0.0, -math.inf]))
     assert not is_clean(torch.tensor([math.nan]))
     assert not is_clean(torch.tensor([math.inf]))
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float32"])
+@pytest.mark.parametrize("name", ["window(3,1)", "window(3,0)", "documents", "key_padding"])
+def test_masks_of_recognised_classes_are_known_to_be_of_them(name: str, dtype: str) -> None:
+    """A call made up for a recognised class is canonicalised to that class again."""
+    call = Call(torch.zeros(2, 1, 16, 8), *(torch.zeros(2, 1, 16, 8) for _ in range(2)))
+    plain = read_signature(call._replace(attn_mask=torch.ones(16, 16)))
+    assert plain is not None
+    made = synthesize(dataclasses.replace(plain, mask=name, mask_dtype=dtype), CPU)
+    assert made.attn_mask is not None
+    assert str(made.attn_mask.dtype) == f"torch.{dtype}"
+    assert canonicalize(made).mask == name

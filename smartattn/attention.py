@@ -128,6 +128,42 @@ class SmartAttention(torch.nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in given if value is not None and value is not False)
 
 
+    def __prepare_scriptable__(self) -> SmartAttention:
+        """Return the module that ``torch.jit.script`` compiles in the place of this one."""
+        prepared = _Scriptable.__new__(_Scriptable)
+        prepared.__dict__.update(self.__dict__)
+        return prepared
+
+
+class _Scriptable(SmartAttention):
+    """The same module for TorchScript, which knows no keyword-only arguments and no Python types.
+
+    ``torch.jit.script`` puts it into the model given to it too; there it stays what it replaces.
+    """
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Run PyTorch's own function when scripted, else what the replaced module runs."""
+        if torch.jit.is_scripting():
+            return torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        else:  # noqa: RET505 - TorchScript leaves out what follows such an else, and only that
+            return attend(self._site, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    def _get_name(self) -> str:
+        return "SmartAttention"
+
+
 _SITE = Site(wish_of())
 
 

@@ -13,7 +13,7 @@ from smartattn.backends.base import Runner
 from smartattn.backends.math import run_math
 from smartattn.formatting import shorten
 from smartattn.history import CountedRunner
-from smartattn.plain import own_patches, passthrough_reason, wrong_call_text
+from smartattn.plain import belongs_to_math, own_patches, passthrough_reason, wrong_call_text
 from smartattn.selector import selector
 from smartattn.settings import Settings, on_change
 from smartattn.signature import Call, read_signature
@@ -23,11 +23,12 @@ from smartattn.wishes import Binding, Wish, unbind_all
 def first_sight(wish: Wish, hot_key: Hashable, arguments: tuple[Any, ...]) -> torch.Tensor:
     """Answer a call that has no bound choice, and bind one when it is a plain eager call."""
     call = Call(*arguments)
-    if wish.settings().mode == "off" or not _are_tensors(call) or passthrough_reason(call):
+    if wish.settings().mode == "off" or not _are_tensors(call):
         return pass_through(call)
-    if versions.forward_ad_level() >= 0:
-        # Only Math has formulas for forward-mode differentiation.
+    if belongs_to_math(call, double_backward=wish.double_backward):
         return run_math(*call)
+    if passthrough_reason(call):
+        return pass_through(call)
     cast = cast_for_autocast(call)
     signature = read_signature(cast)
     if signature is None:
@@ -141,7 +142,7 @@ def recover(
     is_memory = versions.is_out_of_memory(error)
     if is_memory:
         versions.release_memory(call.query.device)
-    output = _run_safe(safe.bind(binding.signature), call, error)
+    output = _run_safe(safe.bind(binding.signature, binding.environment), call, error)
     events.count("fallbacks")
     reason = f"failed at run time: {one_line(error)}"
     events.announce("fallback", signature=str(binding.signature), route=binding.route, reason=reason)

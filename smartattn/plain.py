@@ -45,6 +45,19 @@ def passthrough_reason(call: Call) -> str:
     return ""
 
 
+def belongs_to_math(call: Call, *, double_backward: bool) -> bool:
+    """Return whether only Math has the derivatives that are taken of this call while it runs.
+
+    Forward-mode differentiation (``torch.func.jvp``, ``jacfwd``, dual numbers) is visible when the call runs; that a
+    transform differentiates twice in reverse is not, so that is asked for by ``double_backward``.
+    """
+    is_nested_derivative = double_backward and versions.functorch_level() is not None
+    if versions.forward_ad_level() < 0 and not is_nested_derivative:
+        return False
+    is_plain = all(type(t) in _PLAIN_TYPES and not t.is_nested and t.layout == torch.strided for t in call.tensors)
+    return is_plain and not is_foreign()
+
+
 def wrong_call_text(call: Call) -> str:
     """Return what is wrong with the arguments of a call that PyTorch refused: argument, given, allowed; maybe empty."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask

@@ -10,6 +10,7 @@ from smartattn.backends.base import Backend, Runner, declared_reasons, takes_mas
 from smartattn.backends.registry import backend_names, backends_for
 from smartattn.environment import Environment
 from smartattn.errors import UnknownNameError
+from smartattn.output_order import in_stock_order
 from smartattn.rewrites.base import Rewrite
 from smartattn.rewrites.registry import REWRITES
 from smartattn.signature import Signature
@@ -63,12 +64,19 @@ class Route:
         copies = sum(rewrite.workspace_bytes(before) for rewrite, before in self._stages(signature))
         return copies + self.backend.workspace_bytes(self.remaining(signature))
 
-    def bind(self, signature: Signature) -> Runner:
-        """Return the callable that the hot path runs; only for a signature without ``reasons``."""
+    def bind(self, signature: Signature, environment: Environment | None = None) -> Runner:
+        """Return the callable that the hot path runs; only for a signature without ``reasons``.
+
+        Args:
+            signature: of the calls it will answer.
+            environment: where it runs; given, the output lies in memory as PyTorch's own would.
+        """
         run = self.backend.bind(self.remaining(signature))
         for rewrite, before in reversed(list(self._stages(signature))):
             run = rewrite.bind(before, run)
-        return run
+        if environment is None:
+            return run
+        return in_stock_order(self.backend.name, signature, environment, run, is_rewritten=bool(self.rewrites))
 
 
 def routes_for(signature: Signature) -> tuple[Route, ...]:

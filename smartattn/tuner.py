@@ -123,7 +123,7 @@ class Tuning:
             if reasons:
                 self.outcomes[route.name] = Rejected(reasons)
                 continue
-            runners[route.name] = route.bind(self.signature)
+            runners[route.name] = route.bind(self.signature, self.environment)
         return runners
 
     def _memory_reasons(self, route: Route, free_bytes: int) -> tuple[str, ...]:

@@ -174,7 +174,7 @@ def _check(validator: Validator, route: Route, view: View) -> tuple[str, str, fl
 
 def _error_of(validator: Validator, route: Route, view: View) -> tuple[str, str, float] | Exception:
     try:
-        verdict = validator.check(route.bind(view.signature))
+        verdict = validator.check(route.bind(view.signature, view.environment))
     except Exception as error:
         return error
     return "valid" if verdict.is_valid else "invalid", verdict.reason, verdict.error_ratio
@@ -189,7 +189,7 @@ def _put_away(view: View, record: Record, route: Route, status: str, reason: str
         "smartattn.verify found route %r %s for %s (%s); it is in quarantine until smartattn.cache.forget() lifts it",
         route.name, status, view.signature, reason,
     )  # fmt: skip
-    run = route.bind(view.signature)
+    run = route.bind(view.signature, view.environment)
     selector.quarantine(Binding(run, route.name, "verified", view.signature, view.environment), text)
     changed = dataclasses.replace(record, outcomes={**record.outcomes, route.name: outcome})
     selector.keep(view.environment, changed, view.settings)

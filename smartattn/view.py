@@ -13,8 +13,11 @@ from smartattn.settings import Settings
 from smartattn.signature import Signature
 from smartattn.wishes import Wish
 
-SAFE_DEFAULTS = (STOCK, "efficient", "math")
-"""Order in which the safe default is looked for: PyTorch's own choice unless a guard says that it is wrong here."""
+SAFE_DEFAULTS = (STOCK, "flash", "efficient", "math")
+"""Order in which the safe default is looked for: PyTorch's own choice unless a guard says that it is wrong here.
+
+Source: without a mask Flash takes half of Efficient's time (1641 against 3128 us at 2048 keys on an H200).
+"""
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ FLOORS = {
     "validation": 2,
     "workloads": 2,
     "choice": 3,
+    "output_order": 3,
     "record": 3,
     "routes": 3,
     "history": 4,
@@ -76,6 +77,7 @@ FLOORS = {
 """Module or folder of the package to its floor. ``__init__`` stands over what it exports, under the command line."""
 
 BESIDE = {
+    "routes": {"output_order"},
     "settings": {"errors"},
     "buckets": {"signature"},
     "clocks": {"measurement", "versions"},

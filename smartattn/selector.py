@@ -7,6 +7,7 @@ must meet the route that its forward took; in a backward pass nothing is tuned, 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -52,12 +53,14 @@ class Selector:
         history: counts of calls per length.
         clock: factory of clocks; tests put a fake one here.
         spent_s: seconds that tunings of this process took.
+        recorder: while set, told of every first sight, which then takes the safe default; pre-warming collects by it.
     """
 
     def __init__(self) -> None:
         self.history = History()
         self.clock: Callable[[torch.device], Clock] = clock_for
         self.spent_s = 0.0
+        self.recorder: Callable[[torch.device, Signature], None] | None = None
         self._memory: Memory | None = None
         self._layers: tuple[Path | None, tuple[Path, ...]] | None = None
         self._lock = threading.RLock()
@@ -110,6 +113,9 @@ class Selector:
             only = _only_route(view)
             if only is not None:
                 return _bind(view, only, "explicit")
+        if self.recorder is not None:
+            self.recorder(call.query.device, signature)
+            return self.safe_default(view)
         found = self.find(view)
         if found is not None:
             binding = self.bind_record(view, *found)
@@ -132,7 +138,7 @@ class Selector:
         if found is None:
             return None
         is_tuning = view.settings.mode == "tune"
-        if is_tuning and (_is_stale(found[0]) or self._deserves_exact(view, found[0])):
+        if is_tuning and (is_stale(found[0]) or self._deserves_exact(view, found[0])):
             return None
         return found
 
@@ -253,8 +259,23 @@ class Selector:
         counted = CountedRunner(binding.run, limit)
         return Binding(counted, binding.route, binding.origin, view.signature, view.environment, note=why)
 
-    def tune_now(self, call: Call, signature: Signature, wish: Wish) -> Record | None:
+    def tune_now(
+        self,
+        call: Call,
+        signature: Signature,
+        wish: Wish,
+        *,
+        dynamic: bool = False,
+        renew: tuple[Record, frozenset[str]] | None = None,
+    ) -> Record | None:
         """Tune a signature whatever the mode says about misses; ``None`` when the device stays busy or it broke.
+
+        Args:
+            call: inputs of the signature.
+            signature: what to tune.
+            wish: whose settings apply.
+            dynamic: whether the record is for lengths that keep changing.
+            renew: a record of this signature, and the routes to measure again; its other outcomes stay.
 
         Raises:
             The accelerator's own error, when one that outlives its call was met.
@@ -263,18 +284,26 @@ class Selector:
         with tuning_lock(call.query.device, LOCK_WAIT_S) as is_held:
             if not is_held:
                 return None
-            return self._tune(call, view)
+            return self._tune(call, view, dynamic=dynamic, renew=renew)
 
-    def _tune(self, call: Call, view: View) -> Record | None:
+    def _tune(
+        self,
+        call: Call,
+        view: View,
+        *,
+        dynamic: bool = False,
+        renew: tuple[Record, frozenset[str]] | None = None,
+    ) -> Record | None:
         """Tune and keep the record; ``None`` when the tuning itself broke (told once, with its traceback)."""
         clock = self.clock(call.query.device)
         start_s = clock.now_s()
         known = self.memory.find(view.environment, view.signature)
-        answers_bucket = known is None or known[0].signature == view.signature or _is_stale(known[0])
+        answers_bucket = known is None or known[0].signature == view.signature or is_stale(known[0])
         bucket = bucket_of(view.signature) if answers_bucket else None
+        every = routes_for(view.signature)
+        routes = every if renew is None else tuple(route for route in every if route.name in renew[1])
         tuning = Tuning(
-            call, view.signature, view.environment, routes_for(view.signature), view.settings, clock,
-            view.quarantined, bucket,
+            call, view.signature, view.environment, routes, view.settings, clock, view.quarantined, bucket
         )  # fmt: skip
         try:
             record = tuning.run()
@@ -288,17 +317,26 @@ class Selector:
         finally:
             taken_s = clock.now_s() - start_s
             self.spent_s += taken_s
+        if renew is not None:
+            outcomes = {**renew[0].outcomes, **record.outcomes}
+            order = [*(route.name for route in every if route.name in outcomes), *outcomes]
+            record = dataclasses.replace(record, outcomes={name: outcomes[name] for name in order})
+        if dynamic:
+            record = dataclasses.replace(record, dynamic=True)
         events.count("tunings")
         events.count("tuning_s", taken_s)
-        self.keep(view.environment, record, view.settings)
+        # What lacked memory, or has nothing to run, is a fact about this moment and not about the signature.
+        is_lasting = not tuning.lacks_memory and any(isinstance(o, Timed) for o in record.outcomes.values())
+        self.keep(view.environment, record, view.settings, is_lasting=is_lasting)
         self._planned.add(str(view.signature))
         events.announce("tuning", signature=str(view.signature), seconds=taken_s, record=record.to_dict())
         return record
 
-    def keep(self, environment: Environment, record: Record, now: Settings) -> None:
-        """Keep a record in memory, and on disk when the mode writes and the measurement was quiet."""
+    def keep(self, environment: Environment, record: Record, now: Settings, *, is_lasting: bool = True) -> None:
+        """Keep a record in memory, and on disk when the mode writes and the record will hold later too."""
         self._pending.pop(environment.digest + record.signature.digest, None)
-        self.memory.add(environment, record, publish=now.mode in WRITING_MODES and not record.provenance.noisy)
+        is_published = is_lasting and now.mode in WRITING_MODES and not record.provenance.noisy
+        self.memory.add(environment, record, publish=is_published)
 
     def note_pending(self, environment: Environment, signature: Signature, why: str) -> None:
         """Note a signature for ``tune_pending``, on disk too when the mode writes."""
@@ -350,7 +388,7 @@ def _is_final(view: View) -> bool:
     return view.signature.wants_grad or is_deterministic or view.settings.mode == "frozen"
 
 
-def _is_stale(record: Record) -> bool:
+def is_stale(record: Record) -> bool:
     """Return whether mode ``tune`` should measure again: another thread count on CPU, another driver elsewhere."""
     if record.signature.device_type == "cpu":
         return record.provenance.threads != torch.get_num_threads()

@@ -104,14 +104,18 @@ def _is_clear(samples: Mapping[str, list[Sample]], running: list[str]) -> bool:
     return second.cost_us - best.cost_us > best.spread_us + second.spread_us
 
 
-def drifted(measurement: Measurement, limit_ratio: float = 0.25) -> bool:
-    """Return whether the later half of the samples differs from the earlier by more than ``limit_ratio``.
+def is_unsettled(measured: Mapping[str, Measurement], limit_ratio: float = 0.25) -> bool:
+    """Return whether the earlier samples would have chosen a route that the later ones find worse by ``limit_ratio``.
 
+    A drift that all routes share does no harm, since they took turns; one that turns their order does.
     Source: a GPU that is throttled or shared shows as a drift between early and late samples (TileOPs#772).
     """
-    taken = measurement.samples
-    if len(taken) < 4:
+    halves = [
+        (Measurement(m.samples[: len(m.samples) // 2]).cost_us, Measurement(m.samples[len(m.samples) // 2 :]).cost_us)
+        for m in measured.values()
+        if len(m.samples) >= 4
+    ]
+    if len(halves) < 2:
         return False
-    half = len(taken) // 2
-    early, late = Measurement(taken[:half]).cost_us, Measurement(taken[half:]).cost_us
-    return abs(late - early) > limit_ratio * min(early, late)
+    _, late_us = min(halves)
+    return late_us > (1 + limit_ratio) * min(late for _, late in halves)

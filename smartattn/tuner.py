@@ -27,7 +27,7 @@ from smartattn.record import Failed, Invalid, Outcome, Record, Rejected, Timed
 from smartattn.routes import Route
 from smartattn.settings import Settings
 from smartattn.signature import Call, Signature
-from smartattn.timing import Limits, Trial, drifted, race
+from smartattn.timing import Limits, Trial, is_unsettled, race
 from smartattn.trials import leaf_copies, untraced
 from smartattn.validation import Validator
 
@@ -62,6 +62,7 @@ class Tuning:
         bucket: that the record may answer for.
         outcomes: of the routes judged so far.
         plans_ms: route name to what its first call cost beyond its second.
+        lacks_memory: whether a route was rejected for memory that this device has, but not now.
     """
 
     call: Call
@@ -74,6 +75,7 @@ class Tuning:
     bucket: Bucket | None = None
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     plans_ms: dict[str, float] = field(default_factory=dict)
+    lacks_memory: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +104,7 @@ class Tuning:
             errors = self._validate(runners, firsts, own)
             spent_ms = (self.clock.now_s() - start_s) * 1e3
             measured = self._race({name: trials[name] for name in errors}, firsts, spent_ms)
-        noisy = any(drifted(m) for m in measured.values())
+        noisy = is_unsettled(measured)
         for name, measurement in measured.items():
             self.outcomes[name] = self._timed(name, measurement, firsts[name].cost_us, errors[name])
         ordered = {route.name: self.outcomes[route.name] for route in self.routes}
@@ -131,6 +133,7 @@ class Tuning:
         allowed = int(free_bytes * self.settings.memory_share)
         if wanted <= allowed:
             return ()
+        self.lacks_memory |= wanted <= versions.total_memory_bytes(self.device) * self.settings.memory_share
         share = f"{self.settings.memory_share:.0%} of {format_bytes(free_bytes)} free"
         return (f"wants {format_bytes(wanted)} of workspace; {format_bytes(allowed)} are allowed ({share})",)
 
@@ -167,7 +170,18 @@ class Tuning:
     def _validate(self, runners: Mapping[str, Runner], firsts: Mapping[str, Sample], own: Call) -> dict[str, float]:
         """Return the error ratio of every valid route; the others get their outcome."""
         validator = Validator(own, self.signature, accuracy=self.settings.accuracy)
-        errors = {}
+        errors: dict[str, float] = {}
+        try:
+            validator.prepare()
+        except Exception as error:
+            if not versions.is_out_of_memory(error):
+                raise
+            # Without a reference nothing can be called right: no route may be chosen now.
+            versions.release_memory(self.device)
+            self.lacks_memory = True
+            for name in firsts:
+                self.outcomes[name] = Rejected((f"no memory was left to validate it: {one_line(error)}",))
+            return errors
         for name in firsts:
             verdict = self._guarded(name, functools.partial(validator.check, runners[name]))
             if verdict is None:
@@ -223,6 +237,7 @@ class Tuning:
             raise TuningAbortedError(f"route {name!r} left the accelerator unusable: {one_line(error)}") from error
         if versions.is_out_of_memory(error):
             versions.release_memory(self.device)
+            self.lacks_memory = True
             self.outcomes[name] = Rejected((f"ran out of memory: {one_line(error)}",))
             return
         events.logger.debug("route %s failed on %s: %s", name, self.signature, error)

@@ -80,6 +80,11 @@ class Validator:
         self.part = choose_part(signature, MAX_SCORES.get(signature.device_type, MAX_SCORES_ACCELERATOR))
         self._probes: list[Probe] | None = None
 
+    def prepare(self) -> None:
+        """Compute the probes now; an error here, such as lack of memory, says nothing about any route."""
+        with untraced(self.call.query.device, grad=self.signature.wants_grad):
+            self._prepared()
+
     def check(self, run: Runner) -> Verdict:
         """Return whether ``run`` computes this signature; what ``run`` raises is passed on."""
         with untraced(self.call.query.device, grad=self.signature.wants_grad):

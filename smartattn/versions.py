@@ -175,6 +175,16 @@ def free_memory_bytes(device: torch.device) -> int:
     return UNKNOWN_MEMORY_BYTES
 
 
+def total_memory_bytes(device: torch.device) -> int:
+    """Return the bytes of memory that ``device`` has, used or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return UNKNOWN_MEMORY_BYTES
+
+
 UNKNOWN_MEMORY_BYTES = 4 << 30
 """Free memory assumed where the system does not tell."""
 

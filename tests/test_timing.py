@@ -3,7 +3,7 @@
 import pytest
 
 from smartattn.measurement import Measurement, Sample
-from smartattn.timing import MAX_CALLS_PER_BLOCK, MAX_ROUNDS, MIN_ROUNDS, Limits, drifted, race
+from smartattn.timing import MAX_CALLS_PER_BLOCK, MAX_ROUNDS, MIN_ROUNDS, Limits, is_unsettled, race
 
 
 class ScriptedClock:
@@ -99,9 +99,22 @@ def test_no_trials_no_measurements():
     assert race({}, ScriptedClock({}), Limits(1.0)) == {}
 
 
-def test_drift_is_seen():
-    """Late samples that differ from early ones by more than a quarter mark a drift."""
-    steady = Measurement(tuple(Sample(100.0, 1.0) for _ in range(8)))
-    drifting = Measurement(tuple(Sample(100.0 if i < 4 else 140.0, 1.0) for i in range(8)))
-    assert not drifted(steady)
-    assert drifted(drifting)
+def measurement(*costs_us):
+    return Measurement(tuple(Sample(cost, 1.0) for cost in costs_us))
+
+
+def test_a_shared_drift_is_settled():
+    """When all routes slow down alike, the order stands and nothing is noisy."""
+    slower = {"stock": measurement(100, 100, 150, 150), "flash": measurement(80, 80, 120, 120)}
+    assert not is_unsettled(slower)
+
+
+def test_a_turned_order_is_unsettled():
+    """When the early winner is found a quarter slower than another route later, the record is noisy."""
+    turned = {"stock": measurement(100, 100, 100, 100), "flash": measurement(80, 80, 130, 130)}
+    assert is_unsettled(turned)
+
+
+def test_too_few_samples_settle_nothing():
+    """Routes that left early say nothing about a drift."""
+    assert not is_unsettled({"stock": measurement(100, 500), "flash": measurement(80)})

@@ -89,6 +89,17 @@ def test_running_out_of_memory_is_a_rejection(fake_clock):
     assert "80 GiB" in record.outcomes["big"].reasons[0]
 
 
+def test_no_memory_to_validate_blames_no_route(fake_clock, monkeypatch):
+    """When even the reference does not fit, every route is rejected for that reason, and none failed."""
+
+    def prepare(self):
+        raise torch.OutOfMemoryError("wanted 80 GiB")
+
+    monkeypatch.setattr("smartattn.validation.Validator.prepare", prepare)
+    record = tune(fake_clock, FakeBackend("good", clock=fake_clock))
+    assert all("to validate" in outcome.reasons[0] for outcome in record.outcomes.values())
+
+
 def test_an_error_that_outlives_its_call_ends_all_tuning(fake_clock):
     """After a sticky accelerator error nothing more is tried."""
     after = FakeBackend("after", clock=fake_clock)
@@ -130,16 +141,18 @@ def test_nan_inputs_are_no_tuning_failure(fake_clock):
     assert isinstance(record.outcomes["stock"], Timed)
 
 
-def test_a_drifting_clock_makes_a_noisy_record():
-    """When early and late samples differ too much, the record says so."""
+def test_a_turned_order_makes_a_noisy_record():
+    """When a route wins early and loses late, the record says so."""
 
-    class Drifting(FakeClock):
+    class Turning(FakeClock):
         def sample(self, run, num_calls):
-            self.default_us *= 1.1
+            turning.cost_us = 60 if len(self.log) < 11 else 200
             return super().sample(run, num_calls)
 
-    assert tune(Drifting()).provenance.noisy
-    assert not tune(FakeClock()).provenance.noisy
+    clock = Turning()
+    turning = FakeBackend("turning", clock=clock)
+    assert tune(clock, turning).provenance.noisy
+    assert not tune(FakeClock(), turning).provenance.noisy
 
 
 def test_training_trials_run_the_backward_and_touch_no_grad():

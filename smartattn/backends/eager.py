@@ -82,7 +82,7 @@ def run_eager(
     if is_causal:
         hidden = _hidden(query, key)
         scores = _fold(_unfold(scores, group).masked_fill(hidden, float("-inf")), group)
-    probabilities = _softmax(scores, is_safe=attn_mask is not None)
+    probabilities = _softmax(scores, is_safe=attn_mask is not None).to(value.dtype)
     if dropout_p > 0:
         probabilities = torch.dropout(probabilities, dropout_p, train=True)
     return _unfold(probabilities @ value, group)
@@ -113,7 +113,7 @@ def run_eager_inplace(
             scores = _fold(unfolded, group)
         if is_causal:
             unfolded.masked_fill_(_hidden(query, key), float("-inf"))
-    probabilities = _softmax(scores, is_safe=attn_mask is not None)
+    probabilities = _softmax(scores, is_safe=attn_mask is not None).to(value.dtype)
     if dropout_p > 0:
         probabilities = torch.dropout_(probabilities, dropout_p, train=True)
     return _unfold(probabilities @ value, group)

@@ -1,19 +1,19 @@
 """What is known about the values of mask tensors, remembered by identity.
 
 A fact belongs to one tensor at one moment: address, shape, strides, dtype, device and version counter, as long as the
-tensor itself lives. Writes that bypass the version counter (through ``.data``, NumPy or another library's pointer) are
+tensor itself lives, or the one that it is a view of: models often cut the same view anew for every layer. Writes that bypass the version counter (through ``.data``, NumPy or another library's pointer) are
 not seen; whoever writes masks so must switch ``recognize_masks`` off.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 TABLE_SIZE = 256
 """Most mask tensors that facts are kept for; the least recently noted go first."""
@@ -53,7 +53,8 @@ class Facts:
 
 
 Identity = tuple[Any, ...]
-_table: OrderedDict[Identity, tuple[weakref.ref[torch.Tensor], Facts]] = OrderedDict()
+_table: OrderedDict[Identity, tuple[TensorWeakRef, int, Facts]] = OrderedDict()
+"""Identity to the owner of the memory, the owner's address, and the facts."""
 _lock = threading.Lock()
 
 
@@ -70,11 +71,17 @@ def identity_of(mask: torch.Tensor) -> Identity:
     )  # fmt: skip
 
 
+def owner_of(mask: torch.Tensor) -> torch.Tensor:
+    """Return the tensor whose life is that of the memory: the one that ``mask`` is a view of, else ``mask``."""
+    base = mask._base
+    return mask if base is None else base
+
+
 def remember(mask: torch.Tensor, facts: Facts) -> None:
-    """Keep the facts of a tensor for as long as it lives and nobody writes to it."""
-    identity = identity_of(mask)
+    """Keep the facts of a tensor for as long as its memory lives and nobody writes to it."""
+    identity, owner = identity_of(mask), owner_of(mask)
     with _lock:
-        _table[identity] = weakref.ref(mask), facts
+        _table[identity] = TensorWeakRef(owner), owner.data_ptr(), facts
         _table.move_to_end(identity)
         while len(_table) > TABLE_SIZE:
             _table.popitem(last=False)
@@ -92,9 +99,9 @@ def facts_of(mask: torch.Tensor) -> Facts | None:
         return None
     kept = found[0]()
     # A dead owner means that its memory may have been handed out again; a living one may have been pointed elsewhere.
-    if kept is None or kept.data_ptr() != mask.data_ptr() or kept._version != mask._version:
+    if kept is None or kept.data_ptr() != found[1] or kept._version != mask._version:
         return None
-    return found[1]
+    return found[2]
 
 
 def forget() -> None:

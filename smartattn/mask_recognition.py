@@ -1,7 +1,8 @@
-"""Find out what a dense mask means by comparing its values with what each class would hold; exact, one sync a mask.
+"""Find out what a dense mask means from the visible keys of each row; exact, one sync a mask.
 
-All verdicts and parameters are computed on the device and read as one small tensor. A mask is called by a class only if
-every one of its elements is as the class says.
+Every class sees, in each row, one run of neighbouring keys. So each row is reduced on the device to its first and last
+visible key and their number, which tell whether it is such a run and then say all of it; they are read once, and the
+classes are compared with those short vectors on the host. Rows are read eight keys at a time.
 """
 
 from __future__ import annotations
@@ -12,9 +13,26 @@ import time
 import torch
 
 from smartattn.mask_facts import Facts, can_be_remembered, facts_of, remember
+from smartattn.mask_runs import Runs, class_of
 from smartattn.signature import Call
 
 _MAX_RANK = 4
+_WORD = 8
+"""Keys read at a time: bool elements in an int64."""
+_LANE_LIMIT = 128
+"""Words added up at a time: a byte of the sum holds 255 at most."""
+
+
+def can_be_recognized(call: Call) -> bool:
+    """Return whether the mask of a call is one that is looked at: shape and kind only, no device work."""
+    mask = call.attn_mask
+    if mask is None or mask.requires_grad or not can_be_remembered(mask):
+        return False
+    rank = call.query.dim()
+    if not 2 <= mask.dim() <= _MAX_RANK or (mask.dim() > 2 and rank != _MAX_RANK):
+        return False
+    L, S = call.query.size(-2), call.key.size(-2)
+    return mask.size(-1) == S and mask.size(-2) in (1, L) and mask.numel() > 0
 
 
 def recognize(call: Call) -> Facts | None:
@@ -31,129 +49,83 @@ def recognize(call: Call) -> Facts | None:
         device and waits for the answer once (its ``cost_ms``).
     """
     mask = call.attn_mask
-    if mask is None or mask.requires_grad or not can_be_remembered(mask):
-        return None
-    rank = call.query.dim()
-    if not 2 <= mask.dim() <= _MAX_RANK or (mask.dim() > 2 and rank != _MAX_RANK):
-        return None
-    L, S = call.query.size(-2), call.key.size(-2)
-    if mask.size(-1) != S or mask.size(-2) not in (1, L) or mask.numel() == 0:
+    if mask is None or not can_be_recognized(call):
         return None
     known = facts_of(mask)
     if known is None:
         start_s = time.perf_counter()
-        known = _find_out(mask, L, S)
+        with torch.no_grad():
+            known = _find_out(mask, call.query.size(-2), call.key.size(-2))
         known = dataclasses.replace(known, cost_ms=(time.perf_counter() - start_s) * 1e3)
         remember(mask, known)
     return known
 
 
-def _visible(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which keys are visible, (B, rows, S), and whether nothing but visible and hidden occurs."""
+def _find_out(mask: torch.Tensor, L: int, S: int) -> Facts:
+    other = Facts("bool" if mask.dtype == torch.bool else "additive")
+    visible, is_plain = _visible(mask)
+    B, rows, _ = visible.shape
+    words = _words(visible.reshape(B * rows, S))
+    columns = torch.stack([*_ends(words), _counts(words)])
+    # Where no element can be anything else, there is no verdict to bring along.
+    read = columns.flatten() if is_plain is None else torch.cat([columns.flatten(), is_plain.long().view(1)])
+    numbers = read.cpu()
+    if is_plain is not None and not numbers[-1]:
+        return other
+    runs = _runs(numbers[: columns.numel()].view(5, B, rows), S)
+    found = None if runs is None else class_of(runs, L)
+    return other if found is None else found.on(mask.device)
+
+
+def _visible(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return which keys are visible, (B, rows, S), and whether nothing but visible and hidden occurs alike in all heads."""
     for axis, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
         if size > 1 and stride == 0 and axis < mask.dim() - 1:
             mask = mask.narrow(axis, 0, 1)
     whole = mask.reshape((1,) * (_MAX_RANK - mask.dim()) + tuple(mask.shape))
-    yes = torch.ones((), dtype=torch.bool, device=mask.device)
-    visible = whole if whole.dtype == torch.bool else whole == 0
+    visible, is_plain = whole, None
     if whole.dtype != torch.bool:
-        yes = (visible | (whole == float("-inf"))).all()
+        visible = whole == 0
+        is_plain = (visible ^ (whole == float("-inf"))).all()
     if whole.size(1) > 1:
-        yes = yes & (visible == visible[:, :1]).all()
-    return visible[:, 0], yes
+        is_same = (visible == visible[:, :1]).all()
+        is_plain = is_same if is_plain is None else is_plain & is_same
+    return visible[:, 0], is_plain
 
 
-def _find_out(mask: torch.Tensor, L: int, S: int) -> Facts:
-    other = Facts("bool" if mask.dtype == torch.bool else "additive")
-    with torch.no_grad():
-        visible, is_plain = _visible(mask)
-        rows = visible.size(1)
-        keys = torch.arange(S, device=mask.device)
-        last = visible[:, -1]
-        starts, lengths = _first(last), last.sum(-1)
-        in_range = (keys >= starts[:, None]) & (keys < (starts + lengths)[:, None])
-        checks = {"all": visible.all(), "padding": (visible == in_range[:, None]).all()}
-        low, high = starts[0] - (rows - 1), S - 1 - _first(visible[0, 0].flip(-1))
-        if rows == L > 1:
-            checks |= _square_checks(visible, keys, in_range, low, high)
-        is_left = ((starts + lengths == S) | (lengths == 0)).all()
-        longest = checks.pop("longest", torch.zeros((), device=mask.device))
-        num_documents = checks.pop("num_documents", torch.zeros((), device=mask.device))
-        firsts = checks.pop("firsts", None)
-        numbers = (low, high, is_left, longest, num_documents)
-        answers = torch.stack([v.long() for v in (is_plain, *numbers, *checks.values())]).tolist()
-    if not answers[0]:
-        return other
-    found = dict(zip(checks, answers[1 + len(numbers) :], strict=True))
-    facts = _band(found, answers[1], answers[2], L, S) or _padding(found, starts, lengths, is_left=bool(answers[3]))
-    if facts is None and firsts is not None:
-        facts = _documents(found, firsts, num_documents=answers[5], longest=answers[4])
-    return facts or other
+def _words(visible: torch.Tensor) -> torch.Tensor:
+    """Return rows of bool as rows of int64, hidden keys added up to a whole word."""
+    more = -visible.size(-1) % _WORD
+    if more:
+        visible = torch.nn.functional.pad(visible, (0, more))
+    if not visible.is_contiguous() or visible.storage_offset() % _WORD:
+        visible = visible.clone(memory_format=torch.contiguous_format)
+    return visible.view(torch.int64)
 
 
-def _first(visible: torch.Tensor) -> torch.Tensor:
-    """Return where the first visible key is, 0 where there is none."""
-    return visible.contiguous().view(torch.uint8).argmax(-1)
+def _ends(words: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return of each row the place of the first and of the last word with a visible key, and those words."""
+    some = (words != 0).view(torch.uint8)
+    first = some.argmax(-1)
+    last = words.size(-1) - 1 - some.flip(-1).argmax(-1)
+    return first, last, words.gather(1, first.unsqueeze(1)).squeeze(1), words.gather(1, last.unsqueeze(1)).squeeze(1)
 
 
-def _square_checks(
-    visible: torch.Tensor, keys: torch.Tensor, in_range: torch.Tensor, low: torch.Tensor, high: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Return the verdicts that need one row per query, and the documents' measures."""
-    L, S = visible.shape[-2:]
-    queries = torch.arange(L, device=visible.device)
-    # Vectors are compared across each other, so that no matrix of numbers is made, eight times a mask's size.
-    band = (keys >= (queries + low)[:, None]) & (keys <= (queries + high)[:, None])
-    found = {"band": (visible == band).all()}
-    if L != S:
-        return found
-    triangle = keys <= queries[:, None]
-    found["causal_padding"] = (visible == (in_range[:, None] & triangle)).all()
-    firsts = _first(visible[0]) == queries
-    documents = firsts.cumsum(0)
-    same = documents[:, None] == documents
-    found["documents"] = (visible == same).all()
-    found["causal_documents"] = (visible == (same & triangle)).all()
-    sizes = torch.zeros(S + 1, dtype=torch.long, device=visible.device)
-    sizes.scatter_add_(0, documents, torch.ones_like(documents))
-    return found | {"longest": sizes.max(), "num_documents": documents[-1], "firsts": firsts}
+def _counts(words: torch.Tensor) -> torch.Tensor:
+    """Return the number of visible keys of each row: the bytes of words are added side by side."""
+    lane = max(size for size in (1, 2, 4, 8, 16, 32, 64, _LANE_LIMIT) if words.size(-1) % size == 0)
+    sums = words.view(words.size(0), -1, lane).sum(-1)
+    return sums.view(torch.uint8).view(words.size(0), -1).sum(-1)
 
 
-def _band(found: dict[str, int], low: int, high: int, L: int, S: int) -> Facts | None:
-    if found["all"]:
-        return Facts("none")
-    if not found.get("band"):
+def _runs(columns: torch.Tensor, S: int) -> Runs | None:
+    """Return each row's first visible key and their number; ``None`` unless every row is one run."""
+    first_word, last_word, first, last, count = columns
+    # Little-endian machines keep the first key in the lowest byte of a word.
+    start = first_word * _WORD + first.contiguous().view(torch.uint8).view(*first.shape, _WORD).argmax(-1)
+    from_end = last.contiguous().view(torch.uint8).view(*last.shape, _WORD).flip(-1).argmax(-1)
+    end = last_word * _WORD + _WORD - from_end
+    is_empty = count == 0
+    if not bool(((end - start == count) | is_empty).all()):
         return None
-    is_unbounded_left = low <= -(L - 1)
-    if is_unbounded_left and high == 0:
-        return Facts("causal", left=-1, right=0)
-    if is_unbounded_left and high == S - L:
-        return Facts("causal_lower_right", left=-1, right=0)
-    left = -1 if is_unbounded_left else S - L - low
-    right = -1 if high >= S - 1 else high - (S - L)
-    # The kernels read a negative number as "no limit", so windows that leave the diagonal out have no name.
-    if (left < 0 and not is_unbounded_left) or (right < 0 and high < S - 1):
-        return None
-    return Facts(f"window({left},{right})", left=left, right=right)
-
-
-def _padding(found: dict[str, int], starts: torch.Tensor, lengths: torch.Tensor, *, is_left: bool) -> Facts | None:
-    if found["padding"]:
-        return Facts("key_padding", starts=starts.int(), lengths=lengths.int())
-    if found.get("causal_padding") and is_left:
-        return Facts("causal+key_padding(left)", starts=starts.int(), lengths=lengths.int())
-    if found.get("causal_padding"):
-        return Facts("causal+key_padding(right)", starts=starts.int(), lengths=lengths.int())
-    return None
-
-
-def _documents(found: dict[str, int], firsts: torch.Tensor, *, num_documents: int, longest: int) -> Facts | None:
-    if not (found.get("documents") or found.get("causal_documents")):
-        return None
-    S = firsts.numel()
-    ends = torch.full((num_documents + 1,), S, dtype=torch.int32, device=firsts.device)
-    # Sorted, since reading the positions themselves would wait for the device again.
-    at = torch.where(firsts, torch.arange(S, device=firsts.device), S)
-    ends[:-1] = at.sort().values[:num_documents].int()
-    name = "documents" if found.get("documents") else "causal+documents"
-    return Facts(name, ends=ends, longest=longest)
+    return Runs(start.masked_fill(is_empty, 0), count, S)

@@ -85,8 +85,11 @@ def read_object(root: Path, folder: str, name: str) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         tell_skipped("unreadable", path, error)
         return None
-    if content is None:
-        return None
+    return None if content is None else parse_object(content, path)
+
+
+def parse_object(content: bytes, path: str) -> dict[str, Any] | None:
+    """Return the JSON object that ``content``, read from ``path``, holds; ``None``, told once per kind, if none."""
     try:
         data = _DECODER.decode(content.decode())
     except (ValueError, RecursionError) as error:

@@ -30,7 +30,7 @@ from smartattn.environment import Environment
 from smartattn.errors import UnknownNameError
 from smartattn.record import Record
 from smartattn.signature import Signature
-from smartattn.stored import PENDING, QUARANTINE, RECORDS, VERSION_FOLDER, QuarantineEntry, StoredRecord
+from smartattn.stored import PENDING, QUARANTINE, RECORDS, VERSION_FOLDER, Note, QuarantineEntry, StoredRecord
 
 MAX_RECORDS = 20_000
 """Records kept per environment; beyond it the oldest go.
@@ -181,6 +181,15 @@ class Store:
                     yield stored.quarantine_entry(note.signature, note.data, origin)
         for unwritten in tuple(self._unwritten_quarantine.values()):
             yield from tuple(unwritten.values())
+
+    def notes(self, kind: str) -> Iterator[tuple[Environment, Note]]:
+        """Yield every note of a kind (``pending``, ``quarantine``) whose environment is described, of all layers."""
+        for root, _ in self._places():
+            for name in stored.environment_folders(root):
+                described = stored.read_description(root, name)
+                if described is not None:
+                    for note in stored.read_notes(root, name, kind, stored.own_of(described, name)):
+                        yield described, note
 
     def entries(self, environment: Environment | None = None) -> Iterator[StoredRecord]:
         """Yield every readable record, of one environment or of all, the writable layer first.

@@ -199,14 +199,15 @@ def read_notes(root: Path, environment_name: str, kind: str, is_own: IsOwn) -> I
         data = files.read_object(root, str(folder), name)
         if data is None:
             continue
-        note = _note_of(name, data, is_own)
-        if note is None or name != f"{_name_of(note, kind)}.json":
+        note = note_of(data, is_own, kind)
+        if note is None or name != note.name:
             files.tell_skipped("holds no note that this version reads", f"{folder}/{name}")
         else:
             yield note
 
 
-def _note_of(name: str, data: dict[str, Any], is_own: IsOwn) -> Note | None:
+def note_of(data: dict[str, Any], is_own: IsOwn, kind: str) -> Note | None:
+    """Return the note of ``kind`` in a stored form, under the name that its file must have; ``None`` for other data."""
     texts = {key: data.get(key) for key in ("environment", "signature", "date")}
     if data.get("schema") != SCHEMA or not all(isinstance(text, str) for text in texts.values()):
         return None
@@ -217,7 +218,8 @@ def _note_of(name: str, data: dict[str, Any], is_own: IsOwn) -> Note | None:
         bucket_of(signature)  # sizes that no bucket can hold fail here
     except Exception:  # as in read_record; the caller tells it
         return None
-    return Note(name, signature, data)
+    note = Note("", signature, data)
+    return note._replace(name=f"{_name_of(note, kind)}.json")
 
 
 def _name_of(note: Note, kind: str) -> str:

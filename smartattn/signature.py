@@ -11,10 +11,12 @@ value heads, L query length, S key length, E head dim, Ev value head dim).
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import hashlib
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -218,10 +220,14 @@ def _text(signature: Signature, *, with_lengths: bool) -> str:
     return " ".join(parts)
 
 
-def _fail(index: int, words: list[str], expected: str) -> UnknownNameError:
+def _fail(index: int, words: list[str], expected: str, allowed: Iterable[str] = ()) -> UnknownNameError:
     read = " ".join(words[:index])
     given = words[index] if index < len(words) else "the end"
-    return UnknownNameError(f"signature text makes sense up to {read!r}; then comes {given!r}, expected {expected}")
+    nearest = difflib.get_close_matches(given, allowed, n=3, cutoff=0.5)
+    hint = f". Did you mean {' or '.join(nearest)}?" if nearest else ""
+    return UnknownNameError(
+        f"signature text makes sense up to {read!r}; then comes {given!r}, expected {expected}{hint}"
+    )
 
 
 def parse_signature(text: str) -> Signature:
@@ -239,7 +245,7 @@ def parse_signature(text: str) -> Signature:
     ]
     for index, (expected, allowed) in enumerate(heads):
         if index >= len(words) or (allowed and words[index] not in allowed) or not words[index].isalnum():
-            raise _fail(index, words, expected)
+            raise _fail(index, words, expected, allowed)
     sizes: dict[str, Any] = {}
     batch: tuple[int, ...] = ()
     for index, name in enumerate(("N", *_SIZES), start=len(heads)):
@@ -292,11 +298,12 @@ def _parse_fields(words: list[str], start: int) -> dict[str, Any]:
                 raise ValueError
         except ValueError:
             if name in _CHOICES and name not in fields:
+                allowed = [f"{name}={each}" for each in _CHOICES[name]]
                 expected = f"{name}= one of: {', '.join(_CHOICES[name])}"
             else:
-                names = ", ".join(("layout", "mask", "scale", *_OPTIONAL))
-                expected = f"name=value, each name once, of: {names}"
-            raise _fail(index, words, expected) from None
+                allowed = [f"{each}={value}" for each in ("layout", "mask", "scale", *_OPTIONAL) if each not in fields]
+                expected = f"name=value, each name once, of: {', '.join(('layout', 'mask', 'scale', *_OPTIONAL))}"
+            raise _fail(index, words, expected, allowed) from None
     return fields
 
 

@@ -208,6 +208,13 @@ class Store:
                     if found is not None:
                         yield StoredRecord(found[0], Path(str(folder), file), origin, described, found[1])
 
+    def count(self) -> Iterator[tuple[Path, str, int]]:
+        """Yield each layer's root, environment folder and number of files with records, without reading them."""
+        for root, _ in self._places():
+            for name in stored.environment_folders(root):
+                folder = files.resolve_folder(root, VERSION_FOLDER, name, RECORDS)
+                yield root, name, 0 if folder is None else len(files.list_names(folder))
+
     def clear(self, environment: Environment | None = None) -> int:
         """Remove all records, notes and quarantine entries of the writable layer, of one environment or of all.
 

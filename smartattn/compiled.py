@@ -29,7 +29,7 @@ from smartattn.record import Failed, Invalid, Outcome, Record
 from smartattn.routes import Route, parse_route
 from smartattn.selector import missing_record, selector, unavailable
 from smartattn.signature import Call, Signature
-from smartattn.traced import has_symbols, read_traced_signature, symbols_of, variants
+from smartattn.traced import guard_sizes, has_symbols, read_traced_signature, symbols_of, variants
 from smartattn.view import View
 from smartattn.wishes import Binding, Wish, wish_of
 
@@ -63,8 +63,11 @@ def attend_compiled(
     enable_gqa: bool,
 ) -> torch.Tensor:
     """Answer one call in code that Dynamo traces; ``place`` is a wish or the name of a backend."""
-    # A comparison of symbolic sizes is no bool until something branches on it.
+    # Branches turn into guards what may be symbolic here: a comparison of sizes, and numbers that Dynamo lets vary.
     is_causal = True if is_causal else False  # noqa: SIM210
+    dropout_p = 0.0 if dropout_p == 0 else dropout_p
+    is_positive = scale is None or scale > 0
+    sign = 1 if is_positive else -1
     if isinstance(attn_mask, Causal):
         attn_mask, is_causal = None, True
     elif isinstance(attn_mask, Mask):
@@ -73,7 +76,7 @@ def attend_compiled(
         return versions.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     hook = versions.trace_hook()
     hook(_look)
-    route = _choose(place)
+    route = _choose(place, sign)
     if route == STOCK:
         return versions.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if route == FOREIGN:
@@ -98,9 +101,11 @@ def _look(context: Any) -> None:
 
 
 @versions.run_for_real
-def _choose(place: Wish | str) -> str:
+def _choose(place: Wish | str, sign: int) -> str:
     """Return the name of the route for the call that ``_look`` saw, ``stock``, or ``foreign``."""
     call, _seen.call = _seen.call, None
+    if call is not None and isinstance(call.scale, torch.SymFloat):
+        call = call._replace(scale=float(sign))
     wish = wish_of(place) if isinstance(place, str) else place
     if call is None or wish.settings().mode == "off":
         return STOCK
@@ -237,7 +242,8 @@ def _attention(
 
 def _runner(call: Call, name: str) -> Runner:
     """Return what runs a route here; stock where it may not, since a graph may outlive what it was made for."""
-    signature = read_traced_signature(call)
+    known = call._replace(scale=1.0) if isinstance(call.scale, torch.SymFloat) else call
+    signature = read_traced_signature(known)
     if signature is None:
         return run_stock
     try:
@@ -246,6 +252,7 @@ def _runner(call: Call, name: str) -> Runner:
         return run_stock
     if route.reasons(signature, environment_of(call.query.device)):
         return run_stock
+    guard_sizes(*call[:4])
     return route.bind(signature)
 
 

@@ -116,10 +116,65 @@ def has_symbols(tensor: torch.Tensor) -> bool:
 
 
 def variants(call: Call) -> Iterator[Signature | None]:
-    """Yield the signatures that stand for all values of a call's symbols; ``None`` for one that is not measured."""
+    """Yield the signatures that stand for all values of a call's symbols; ``None`` for one that is not measured.
+
+    Sizes that attention itself wants equal stay equal (``guard_sizes`` puts that into the graph); all others differ in
+    some variant.
+    """
     symbols = symbols_of(call)
+    fixed, leaders = _agreements(call)
+    free = [symbol for symbol in symbols if symbol not in fixed and leaders.get(symbol, symbol) == symbol]
     for start, probe in enumerate(PROBES):
-        spread = {symbol: PROBES[(start + _STEP * i) % len(PROBES)] for i, symbol in enumerate(symbols)}
-        yield read_traced_signature(call, spread)
-        if len(symbols) > 1:
-            yield read_traced_signature(call, dict.fromkeys(symbols, probe))
+        spread = {symbol: PROBES[(start + _STEP * i) % len(PROBES)] for i, symbol in enumerate(free)}
+        for values in (spread, dict.fromkeys(free, probe)) if len(free) > 1 else (spread,):
+            whole = {symbol: fixed.get(symbol) or values[leaders.get(symbol, symbol)] for symbol in symbols}
+            yield read_traced_signature(call, whole)
+
+
+def _agreements(call: Call) -> tuple[dict[Any, int], dict[Any, Any]]:
+    """Return the symbols that must equal a number, and for the others the symbol that leads their group."""
+    fixed: dict[Any, int] = {}
+    leaders: dict[Any, Any] = {}
+    for sizes in _equal_sizes(*call[:4]):
+        numbers = [size for size in sizes if isinstance(size, int)]
+        group = sorted({symbol for size in sizes for symbol in versions.symbols_in(size)}, key=str)
+        if not all(isinstance(size, int) or versions.is_symbol(size) for size in sizes):
+            continue
+        roots = {leaders.get(symbol, symbol) for symbol in group}
+        for symbol in symbols_of(call):
+            if leaders.get(symbol, symbol) in roots:
+                leaders[symbol] = group[0]
+                if numbers:
+                    fixed[symbol] = numbers[0]
+    return fixed, leaders
+
+
+def _equal_sizes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None
+) -> Iterator[tuple[int | torch.SymInt, ...]]:
+    """Yield the sizes that attention wants equal: batches, heads of key and value, key lengths, head dims of scores.
+
+    Sizes of 1 are never symbolic, so a symbolic size of a mask must be that of the scores.
+    """
+    q, k, v = query.shape, key.shape, value.shape
+    yield from zip(q[:-3], k[:-3], v[:-3], strict=False)
+    yield k[-3], v[-3]
+    yield k[-2], v[-2]
+    yield q[-1], k[-1]
+    if attn_mask is not None:
+        scores = (*q[:-1], k[-2])
+        yield from (
+            pair for pair in zip(attn_mask.shape[::-1], scores[::-1], strict=False) if not isinstance(pair[0], int)
+        )
+
+
+def guard_sizes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None) -> None:
+    """Guard the equalities that a route was chosen under; raise ``RuntimeError`` where one does not hold.
+
+    The operators below PyTorch's function check little: keys shorter than their values are read as they come.
+    """
+    if min(query.dim(), key.dim(), value.dim()) < 3:
+        return
+    for first, *others in _equal_sizes(query, key, value, attn_mask):
+        for other in others:
+            torch._check(first == other, lambda: "sizes of query, key, value and attn_mask do not fit together")

@@ -237,6 +237,12 @@ def accepts_saved_tensors_hooks() -> bool:
     return is_enabled()
 
 
+def has_saved_tensors_hooks() -> bool:
+    """Return whether hooks on saved tensors are active, as inside a checkpoint and while it is recomputed."""
+    top: Callable[[bool], object] = vars(torch._C._autograd)["_top_saved_tensors_default_hooks"]
+    return top(True) is not None  # noqa: FBT003 - whether to look past the ban that tracing puts on hooks
+
+
 is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 _get_warn_only = torch._C._get_deterministic_algorithms_warn_only
 
@@ -310,3 +316,8 @@ def value_of(size: int | torch.SymInt, values: Mapping[Any, int] | None) -> int 
 def symbols_in(size: int | torch.SymInt) -> frozenset[Any]:
     """Return the symbols that a size is made of, none for a plain number."""
     return frozenset() if isinstance(size, int) else frozenset(size.node.expr.free_symbols)
+
+
+def is_symbol(size: int | torch.SymInt) -> bool:
+    """Return whether a size is one bare symbol."""
+    return not isinstance(size, int) and bool(size.node.expr.is_symbol)

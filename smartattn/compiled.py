@@ -27,7 +27,7 @@ from smartattn.mask_classes import Causal, Mask
 from smartattn.plain import MEASURED_DEVICE_TYPES, is_foreign
 from smartattn.record import Failed, Invalid, Outcome, Record
 from smartattn.routes import Route, parse_route
-from smartattn.selector import missing_record, selector, unavailable
+from smartattn.selector import IN_GRAPH, missing_record, selector, unavailable
 from smartattn.signature import Call, Signature
 from smartattn.traced import guard_sizes, has_symbols, read_traced_signature, symbols_of, variants
 from smartattn.view import View
@@ -189,7 +189,7 @@ def _safe_default(view: View, outcomes: Mapping[str, Outcome], against: Callable
 
 def _binding(view: View, route: Route, origin: str, choice: Choice | None = None) -> Binding:
     run = route.bind(view.signature)
-    return Binding(run, route.name, origin, view.signature, view.environment, choice, "in a compiled graph")
+    return Binding(run, route.name, origin, view.signature, view.environment, choice, IN_GRAPH)
 
 
 def _reasons_in_graph(call: Call, view: View) -> Callable[[Route], tuple[str, ...]]:

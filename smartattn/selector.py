@@ -8,6 +8,7 @@ must meet the route that its forward took; in a backward pass nothing is tuned, 
 from __future__ import annotations
 
 import dataclasses
+import dataclasses
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from smartattn.errors import MissingRecordError, RouteUnavailableError
 from smartattn.history import CountedRunner, History
 from smartattn.locks import tuning_lock
 from smartattn.memory import Memory
-from smartattn.record import Outcome, Record, Timed
+from smartattn.record import Failed, Invalid, Outcome, Record, Timed
 from smartattn.routes import Route, routes_for
 from smartattn.settings import Settings, settings
 from smartattn.signature import Call, Signature
@@ -44,6 +45,8 @@ RETRY_CALLS = 64
 """Calls after which a safe default that stood in for a busy tuning is looked at again (inference only)."""
 MAX_PENDING = 4096
 WRITING_MODES = ("tune", "record")
+IN_GRAPH = "in a compiled graph"
+"""Note of a binding that stands in a compiled graph."""
 
 
 class Selector:
@@ -113,6 +116,9 @@ class Selector:
             only = _only_route(view)
             if only is not None:
                 return _bind(view, only, "explicit")
+        shared = self._shared(view)
+        if shared is not None:
+            return shared
         if self.recorder is not None:
             self.recorder(call.query.device, signature)
             return self.safe_default(view)
@@ -131,6 +137,29 @@ class Selector:
         if mode == "record":
             self.note_pending(view.environment, signature, "met in mode 'record'")
         return self.safe_default(view)
+
+    def _shared(self, view: View) -> Binding | None:
+        """Bind the route that the same call took in the other pass, where both passes must have one.
+
+        With dropout each route draws numbers of its own. And a training call first met in a backward pass is the
+        recompute of a forward that ran without gradients.
+        """
+        signature = view.signature
+        is_recompute = signature.wants_grad and versions.graph_task_id() != -1
+        if signature.dropout == "none" and not is_recompute:
+            return None
+        for other in tuple(view.wish.bindings.values()):
+            if not _is_other_pass(other.signature, signature) or not other.route or other.note == IN_GRAPH:
+                continue
+            route = view.route(other.route)
+            found = self.memory.find(view.environment, signature)
+            is_wrong = found is not None and isinstance(found[0].outcomes.get(other.route), Invalid | Failed)
+            if route is None or is_wrong or view.reasons(route):
+                return None
+            if found is None and view.settings.mode in WRITING_MODES:
+                self.note_pending(view.environment, signature, "takes the route of its other pass")
+            return _bind(view, route, "other pass")
+        return None
 
     def find(self, view: View) -> tuple[Record, str] | None:
         """Return the record that may answer with its origin; ``None`` on a miss or when mode ``tune`` finds it stale."""
@@ -383,9 +412,17 @@ selector = Selector()
 
 
 def _is_final(view: View) -> bool:
-    # frozen never switches; deterministic programs expect the same bits from the same call.
+    # frozen never switches; deterministic programs expect the same bits from the same call; with dropout both passes
+    # of a call have one choice, and that of training is final.
     is_deterministic = view.signature.deterministic != "off"
-    return view.signature.wants_grad or is_deterministic or view.settings.mode == "frozen"
+    has_dropout = view.signature.dropout != "none"
+    return view.signature.wants_grad or has_dropout or is_deterministic or view.settings.mode == "frozen"
+
+
+def _is_other_pass(one: Signature, other: Signature) -> bool:
+    return one.pass_name != other.pass_name and dataclasses.replace(
+        one, pass_name=other.pass_name, grads=other.grads
+    ) == other
 
 
 def is_stale(record: Record) -> bool:

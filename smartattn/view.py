@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -56,6 +57,11 @@ class View:
             found += ("has no second derivatives; double_backward=True asks for them",)
         if not route.backend.is_exact and self.settings.accuracy != "approximate":
             found += (f"is approximate; accuracy is {self.settings.accuracy!r}",)
+        if self.wish.backend is None and self.signature.dropout != "none" and not self.signature.wants_grad:
+            # A reentrant checkpoint runs its forward as inference and must draw the same numbers when it recomputes.
+            training = dataclasses.replace(self.signature, pass_name="train", grads="qkv")
+            against = [text for text in route.reasons(training, self.environment) if text not in found]
+            found += tuple(f"in training, which has the same choice where there is dropout: {text}" for text in against)
         return found
 
     def route(self, name: str) -> Route | None:

@@ -53,7 +53,7 @@ def seed():
 @pytest.fixture
 def quiet_machine(monkeypatch: pytest.MonkeyPatch):
     """Let no record count as noisy, since noisy ones are not stored and the machine that runs the tests may be busy."""
-    monkeypatch.setattr("smartattn.tuner.drifted", lambda measurement: False)
+    monkeypatch.setattr("smartattn.tuner.is_unsettled", lambda measured: False)
 
 
 @pytest.fixture

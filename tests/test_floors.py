@@ -49,6 +49,7 @@ FLOORS = {
     "trials": 2,
     "validation": 2,
     "workloads": 2,
+    "mask_policy": 3,
     "choice": 3,
     "output_order": 3,
     "record": 3,
@@ -68,6 +69,7 @@ FLOORS = {
     "cache": 6,
     "compiled": 6,
     "first_sight": 6,
+    "mask_runner": 6,
     "multihead": 6,
     "multihead_masks": 6,
     "multihead_nested": 6,
@@ -113,6 +115,7 @@ BESIDE = {
     "selector": {"memory", "view"},
     "attention": {"compiled", "first_sight"},
     "compiled": {"first_sight"},
+    "first_sight": {"mask_runner"},
     "cache": {"attention", "pending", "verify"},
     "verify": {"pending"},
     "multihead": {"attention", "multihead_masks", "multihead_nested"},
@@ -202,6 +205,9 @@ def test_private_torch_names_live_in_versions(path: Path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute):
             text = ast.unparse(node)
+            # Documented for code that is traced, its underscore notwithstanding.
+            if text == "torch._check":
+                continue
             is_private = any(word.startswith("_") and not word.startswith("__") for word in text.split("."))
             if text.startswith("torch.") and is_private:
                 found.append(text)

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from smartattn import cache
 from smartattn.attention import SmartAttention, scaled_dot_product_attention
 from smartattn.errors import (
@@ -24,24 +26,59 @@ from smartattn.settings import Settings, configure, settings
 from smartattn.verify import Verification, verify
 from smartattn.versions import SMARTATTN
 
+if TYPE_CHECKING:
+    from smartattn.comparison import Comparison, compare
+    from smartattn.integrations import Report, replace_attention, restore_attention
+    from smartattn.multihead import SmartMultiheadAttention
+    from smartattn.patching import patch_sdpa
+
 __version__ = SMARTATTN
 
+_LATER = {
+    "Comparison": "comparison",
+    "Report": "integrations",
+    "SmartMultiheadAttention": "multihead",
+    "compare": "comparison",
+    "patch_sdpa": "patching",
+    "replace_attention": "integrations",
+    "restore_attention": "integrations",
+}
+"""Names that are imported when they are first asked for, to their module."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib  # noqa: PLC0415 - only the first use of a name comes here
+
+    found = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = found
+    return found
+
+
 __all__ = [
+    "Comparison",
     "Explanation",
     "MissingRecordError",
+    "Report",
     "RouteUnavailableError",
     "SettingError",
     "Settings",
     "SmartAttention",
     "SmartAttnError",
+    "SmartMultiheadAttention",
     "Stats",
     "UnknownNameError",
     "Verification",
     "__version__",
     "add_listener",
     "cache",
+    "compare",
     "configure",
     "explain",
+    "patch_sdpa",
+    "replace_attention",
+    "restore_attention",
     "scaled_dot_product_attention",
     "settings",
     "stats",

@@ -278,7 +278,7 @@ def mask_key(mask: Any) -> Hashable:
 def start_key(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any) -> int:
     """Return which of the tensors start off a multiple of 16 bytes, as bits."""
     found = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
-    if attn_mask is not None:
+    if isinstance(attn_mask, torch.Tensor):
         found |= (attn_mask.data_ptr() & 15) << 4
     if not found:
         return 0

@@ -12,8 +12,10 @@ import torch
 from smartattn.backends.stock import resolved_backend
 from smartattn.buckets import bucket_of
 from smartattn.choice import STOCK
-from smartattn.first_sight import cast_for_autocast
+from smartattn.first_sight import cast_for_autocast, said
 from smartattn.formatting import format_bytes, format_ratio, format_table, format_us
+from smartattn.mask_runner import is_watched
+from smartattn.masks import canonicalize
 from smartattn.pending import tune_one
 from smartattn.plain import passthrough_reason
 from smartattn.record import Outcome, Record, Rejected, Timed, outcome_to_dict
@@ -126,15 +128,21 @@ def explain(
         The explanation; every route that was thought of has its outcome or its reasons.
 
     Note:
-        Runs nothing and writes nothing unless ``tune``; reads the disk when memory has no record.
+        Runs nothing and writes nothing unless ``tune``; reads the disk when memory has no record, and the values of a
+        dense mask that a call would look at once that pays (then it waits for the device).
     """
-    given = Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    given, mask, _ = said(Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
     why = passthrough_reason(given)
     signature = None if why else read_signature(cast_for_autocast(given))
     if signature is None:
         note = why or "sizes, dtypes or broadcasting that PyTorch answers in its own way"
         return Explanation("", "", "", "stock", "passed through", "", {}, note=f"handed to PyTorch untouched: {note}")
     call = cast_for_autocast(given)
+    if is_watched(given, signature, wish_of(backend)):
+        given, mask, _ = canonicalize(given, recognizes=True)
+        call = cast_for_autocast(given)
+        signature = read_signature(call) or signature
+    signature = dataclasses.replace(signature, mask=mask) if mask else signature
     view = selector.view(query.device, signature, wish_of(backend))
     found = selector.find(view)
     if found is None and tune:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
-from smartattn import events, versions
+from smartattn import events, mask_policy, versions
 from smartattn.backends.base import Runner
 from smartattn.backends.math import run_math
+from smartattn.buckets import bucket_of
+from smartattn.environment import environment_of
 from smartattn.formatting import shorten
 from smartattn.history import CountedRunner
+from smartattn.mask_runner import MaskRunner, is_watched
+from smartattn.masks import Canonical, canonicalize, is_class
 from smartattn.plain import belongs_to_math, own_patches, passthrough_reason, wrong_call_text
 from smartattn.selector import selector
 from smartattn.settings import Settings, on_change
-from smartattn.signature import Call, read_signature
+from smartattn.signature import Call, Signature, read_signature
 from smartattn.tuner import one_line
 from smartattn.wishes import Binding, Wish, unbind_all
 
+
 def first_sight(wish: Wish, hot_key: Hashable, arguments: tuple[Any, ...]) -> torch.Tensor:
     """Answer a call that has no bound choice, and bind one when it is a plain eager call."""
-    call = Call(*arguments)
+    call, mask, _ = said(Call(*arguments))
     if wish.settings().mode == "off" or not _are_tensors(call):
         return pass_through(call)
     if belongs_to_math(call, double_backward=wish.double_backward):
@@ -33,18 +38,60 @@ def first_sight(wish: Wish, hot_key: Hashable, arguments: tuple[Any, ...]) -> to
     signature = read_signature(cast)
     if signature is None:
         return pass_through(call)
-    binding = selector.decide(cast, signature, wish)
-    run = binding.run
-    if cast is not call:
-        run = _under_autocast(run)
-        binding = dataclasses.replace(binding, run=run)
+    is_said = arguments[3] is not call.attn_mask
+    if hot_key is not None and not is_said and is_watched(call, signature, wish):
+        watching = _watching(wish, hot_key, signature)
+        wish.bind(hot_key, Binding(watching, "", "mask", signature, environment_of(call.query.device)))
+        return watching(*call)
+    binding = _bound(cast, signature, mask, wish, is_cast=cast is not call)
+    if is_said:
+        binding = dataclasses.replace(binding, run=_wrapped(binding.run, _saying))
     if hot_key is not None and is_kept(binding):
         _set_renewal(binding, wish, hot_key)
         wish.bind(hot_key, binding)
     try:
-        return run(*call)
+        return binding.run(*arguments)
     except Exception as error:
         return recover(wish, hot_key, arguments, error, binding)
+
+
+def said(call: Call) -> Canonical:
+    """Return a call whose mask is a class, by smartattn's or PyTorch's objects, in PyTorch's own arguments."""
+    is_refused = call.is_causal and isinstance(call.attn_mask, torch.Tensor)  # PyTorch's objects refuse the flag
+    if not is_class(call.attn_mask) or is_refused or not all(isinstance(t, torch.Tensor) for t in call[:3]):
+        return Canonical(call)
+    return canonicalize(call)
+
+
+def _saying(run: Runner) -> Runner:
+    """Return a runner for calls whose mask is a class."""
+    return lambda *arguments: run(*said(Call(*arguments)).call)
+
+
+def _bound(cast: Call, signature: Signature, mask: str, wish: Wish, *, is_cast: bool) -> Binding:
+    """Return the choice for a call whose mask is of a class, or of none when it is empty."""
+    if mask:
+        signature = dataclasses.replace(signature, mask=mask)
+    binding = selector.decide(cast, signature, wish)
+    return dataclasses.replace(binding, run=_wrapped(binding.run, _under_autocast)) if is_cast else binding
+
+
+def _watching(wish: Wish, hot_key: Hashable, signature: Signature) -> MaskRunner:
+    """Return the runner for calls of a signature whose dense masks may turn out to be of a class."""
+
+    def bind(call: Call, mask: str, renew: Callable[..., torch.Tensor]) -> Binding:
+        cast = cast_for_autocast(call)
+        found = read_signature(cast)
+        binding = _bound(cast, found or signature, mask, wish, is_cast=cast is not call)
+        if isinstance(binding.run, CountedRunner):
+            binding.run.renew = renew
+        return binding
+
+    def answer(call: Call, error: Exception, binding: Binding) -> torch.Tensor:
+        return recover(wish, hot_key, tuple(call), error, binding)
+
+    ledger = mask_policy.ledger_of(str(bucket_of(signature)), signature)
+    return MaskRunner(bind, answer, ledger, is_final=signature.deterministic != "off")
 
 
 def is_kept(binding: Binding) -> bool:
@@ -97,14 +144,16 @@ def _under_autocast(run: Runner) -> Runner:
     def cast_and_run(*arguments: Any) -> torch.Tensor:
         call = cast_for_autocast(Call(*arguments))
         with torch.autocast(call.query.device.type, enabled=False):
-            return inner(*call)
+            return run(*call)
 
+    return cast_and_run
+
+
+def _wrapped(run: Runner, wrap: Callable[[Runner], Runner]) -> Runner:
+    """Put a wrapper around a runner, inside its counter: what that hands over to must see the caller's own arguments."""
     if not isinstance(run, CountedRunner):
-        inner = run
-        return cast_and_run
-    # The counter stays outermost: what it hands over to must see the caller's own arguments.
-    inner = run.run
-    run.run = cast_and_run
+        return wrap(run)
+    run.run = wrap(run.run)
     return run
 
 
@@ -132,9 +181,12 @@ def recover(
     other error after which the safe default answers the same inputs puts the route into quarantine.
     """
     binding = binding or wish.bindings.get(hot_key)
-    if binding is None or versions.is_sticky_error(error):
+    if binding is None or not binding.route or versions.is_sticky_error(error):
         raise error
-    call = Call(*arguments)
+    if versions.graph_task_id() != -1:
+        # Checkpoints end a recomputation by an error of their own, and a pass must meet the routes of its forward.
+        raise error
+    call = said(Call(*arguments)).call
     view = selector.view(call.query.device, binding.signature, wish)
     safe = view.safe_route({})
     if safe.name == binding.route or versions.is_capturing(call.query.device.type):
@@ -175,6 +227,7 @@ def forget_everything() -> None:
     """Forget all choices, records, counts and statistics of this process; files stay."""
     unbind_all()
     events.reset_stats()
+    mask_policy.forget()
     selector.reset()
 
 

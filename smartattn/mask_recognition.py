@@ -74,7 +74,14 @@ def _find_out(mask: torch.Tensor, L: int, S: int) -> Facts:
         return other
     runs = _runs(numbers[: columns.numel()].view(5, B, rows), S)
     found = None if runs is None else class_of(runs, L)
-    return other if found is None else found.on(mask.device)
+    return other if found is None else _on(found, mask.device)
+
+
+def _on(facts: Facts, device: torch.device) -> Facts:
+    """Return facts with their vectors on the mask's device."""
+    vectors = {"ends": facts.ends, "starts": facts.starts, "lengths": facts.lengths}
+    moved = {name: v.to(device=device, dtype=torch.int32) for name, v in vectors.items() if v is not None}
+    return dataclasses.replace(facts, **moved)  # type: ignore[arg-type]  # each vector goes back to its own field
 
 
 def _visible(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -31,29 +31,14 @@ class Runs:
         return bool(((self.count == count) & ((self.start == start) | (count == 0))).all())
 
 
-@dataclass(frozen=True, eq=False)
-class Found:
-    """Facts with their vectors still on the host."""
-
-    facts: Facts
-
-    def on(self, device: torch.device) -> Facts:
-        """Return the facts with their vectors on the mask's device."""
-        vectors = {name: getattr(self.facts, name) for name in ("ends", "starts", "lengths")}
-        moved = {name: v.to(device=device, dtype=torch.int32) for name, v in vectors.items() if v is not None}
-        return dataclasses.replace(self.facts, **moved)
-
-
-def class_of(runs: Runs, L: int) -> Found | None:
-    """Return the class of a mask for L queries, ``None`` when it has none."""
+def class_of(runs: Runs, L: int) -> Facts | None:
+    """Return the class of a mask for L queries, vectors on the host; ``None`` when it has none."""
     rows = runs.start.size(1)
     if bool((runs.count == runs.S).all()):
-        return Found(Facts("none"))
+        return Facts("none")
     facts = _band(runs) if rows == L > 1 else None
     facts = facts or _padding(runs, L)
-    if facts is None and rows == L == runs.S > 1:
-        facts = _documents(runs)
-    return None if facts is None else Found(facts)
+    return _documents(runs) if facts is None and rows == L == runs.S > 1 else facts
 
 
 def _band(runs: Runs) -> Facts | None:
@@ -80,15 +65,15 @@ def _band(runs: Runs) -> Facts | None:
 
 def _padding(runs: Runs, L: int) -> Facts | None:
     start, end = runs.start[:, -1:], runs.start[:, -1:] + runs.count[:, -1:]
-    vectors = {"starts": start[:, 0], "lengths": (end - start)[:, 0]}
+    padded = Facts("key_padding", starts=start[:, 0], lengths=(end - start)[:, 0])
     if runs.are(start, end):
-        return Facts("key_padding", **vectors)
+        return padded
     if runs.start.size(1) != L or L != runs.S:
         return None
     if not runs.are(start, torch.minimum(end, torch.arange(1, L + 1))):
         return None
     is_left = bool(((end == runs.S) | (end == start)).all())
-    return Facts(f"causal+key_padding({'left' if is_left else 'right'})", **vectors)
+    return dataclasses.replace(padded, name=f"causal+key_padding({'left' if is_left else 'right'})")
 
 
 def _documents(runs: Runs) -> Facts | None:

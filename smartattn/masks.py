@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from smartattn import versions
 from smartattn.mask_classes import Causal, CausalLowerRight, Documents, KeyPadding, Mask, Window
 from smartattn.mask_facts import Facts, facts_of, remember
 from smartattn.mask_recognition import recognize
@@ -153,20 +154,29 @@ def _hides_nothing(mask: Mask, L: int, S: int) -> bool:
 _CARRIERS = 32
 """Most dense masks that are kept for classes; each is as large as the class needs, at most L x S or N x L x S bytes."""
 _carriers: OrderedDict[tuple[object, ...], tuple[torch.Tensor, Facts]] = OrderedDict()
+_captured: dict[tuple[object, ...], tuple[torch.Tensor, Facts]] = {}
+"""Dense masks that graphs read; kept for good, since a graph may be replayed at any time."""
 
 
 def _carrier(mask: Mask, L: int, S: int, device: torch.device, is_causal: bool) -> tuple[torch.Tensor, str]:
     """Return the dense tensor of a class, with what is known about it remembered, and its name in signatures."""
     key = mask, L, S, device, is_causal
-    found = _carriers.get(key)
+    # What is made under a mode or a transform is no plain tensor; under capture it gets its values only in a replay.
+    is_plain = versions.len_dispatch_modes() == 0 and versions.functorch_level() is None
+    is_captured = versions.is_capturing(device.type)
+    found = _carriers.get(key) if is_plain else None
     # Other facts, or none, mean that somebody wrote to the dense mask.
     if found is not None and facts_of(found[0]) is found[1]:
+        if is_captured:
+            _captured[key] = found
         return found[0], found[1].name if found[1].is_known else ""
     with torch.inference_mode(mode=False), torch.no_grad():
         dense, facts = mask.dense(L, S, device), mask.facts(L, S, device)
         if is_causal:
             dense = dense & Causal().dense(L, S, device)
             facts = dataclasses.replace(facts, name=_causal_name(mask, L, S))
+    if not is_plain or is_captured:
+        return dense, ""
     remember(dense, facts)
     _carriers[key] = dense, facts
     while len(_carriers) > _CARRIERS:

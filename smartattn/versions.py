@@ -240,7 +240,7 @@ def accepts_saved_tensors_hooks() -> bool:
 def has_saved_tensors_hooks() -> bool:
     """Return whether hooks on saved tensors are active, as inside a checkpoint and while it is recomputed."""
     top: Callable[[bool], object] = vars(torch._C._autograd)["_top_saved_tensors_default_hooks"]
-    return top(True) is not None  # noqa: FBT003 - whether to look past the ban that tracing puts on hooks
+    return top(True) is not None
 
 
 is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms

@@ -56,31 +56,33 @@ class Wish:
         bindings: hot key to the whole binding, for failures and inspection.
     """
 
-    __slots__ = ("accuracy", "backend", "bindings", "double_backward", "dynamic", "mode", "table")
+    __slots__ = ("accuracy", "backend", "bindings", "double_backward", "dynamic", "mode", "recognizes", "table")
 
     def __init__(
         self,
         backend: str | None,
         mode: str | None,
         accuracy: str | None,
-        dynamic: bool | None,  # noqa: FBT001 - three states, positional only through wish_of
-        double_backward: bool,  # noqa: FBT001 - as above
+        dynamic: bool | None,
+        double_backward: bool,
+        recognizes: bool = True,
     ) -> None:
         self.backend = backend
         self.mode = mode
         self.accuracy = accuracy
         self.dynamic = dynamic
         self.double_backward = double_backward
+        self.recognizes = recognizes
         self.table: dict[Hashable, Runner] = {}
         self.bindings: dict[Hashable, Binding] = {}
 
     @property
     def arguments(self) -> tuple[str | None, str | None, str | None, bool | None, bool]:
-        """What ``wish_of`` was called with."""
+        """What a place asks for, as ``SmartAttention`` takes it."""
         return self.backend, self.mode, self.accuracy, self.dynamic, self.double_backward
 
     def __reduce__(self) -> tuple[Callable[..., Wish], tuple[Any, ...]]:
-        return wish_of, self.arguments
+        return wish_of, (*self.arguments, self.recognizes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Wish:
         return self
@@ -144,15 +146,16 @@ def wish_of(
     backend: str | None = None,
     mode: str | None = None,
     accuracy: str | None = None,
-    dynamic: bool | None = None,  # noqa: FBT001 - pickled positionally
-    double_backward: bool = False,  # noqa: FBT001, FBT002 - as above
+    dynamic: bool | None = None,
+    double_backward: bool = False,
+    recognizes: bool = True,
 ) -> Wish:
-    """Return the one wish with these arguments.
+    """Return the one wish with these arguments; ``recognizes``: dense masks may be read to find their class.
 
     Raises:
         UnknownNameError: for a backend, route, mode or accuracy that does not exist.
     """
-    arguments = (backend, mode, accuracy, dynamic, bool(double_backward))
+    arguments = (backend, mode, accuracy, dynamic, bool(double_backward), bool(recognizes))
     found = _wishes.get(arguments)
     if found is not None:
         return found

@@ -188,7 +188,7 @@ def _safe_default(view: View, outcomes: Mapping[str, Outcome], against: Callable
 
 
 def _binding(view: View, route: Route, origin: str, choice: Choice | None = None) -> Binding:
-    run = route.bind(view.signature)
+    run = route.bind(view.signature, view.environment)
     return Binding(run, route.name, origin, view.signature, view.environment, choice, IN_GRAPH)
 
 
@@ -250,10 +250,11 @@ def _runner(call: Call, name: str) -> Runner:
         route = parse_route(name, signature.device_type)
     except UnknownNameError:
         return run_stock
-    if route.reasons(signature, environment_of(call.query.device)):
+    environment = environment_of(call.query.device)
+    if route.reasons(signature, environment):
         return run_stock
     guard_sizes(*call[:4])
-    return route.bind(signature)
+    return route.bind(signature, environment)
 
 
 _library.impl("attention", _attention, "CompositeImplicitAutograd")

@@ -18,11 +18,11 @@ from smartattn.history import CountedRunner
 from smartattn.mask_runner import MaskRunner, is_watched
 from smartattn.masks import Canonical, canonicalize, is_class
 from smartattn.plain import belongs_to_math, own_patches, passthrough_reason, wrong_call_text
-from smartattn.selector import selector
+from smartattn.selector import INTERRUPTED, selector
 from smartattn.settings import Settings, on_change
 from smartattn.signature import Call, Signature, read_signature
 from smartattn.tuner import one_line
-from smartattn.wishes import Binding, Wish, unbind_all
+from smartattn.wishes import Binding, Wish, forget_former, unbind_all
 
 
 def first_sight(wish: Wish, hot_key: Hashable, arguments: tuple[Any, ...]) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _watching(wish: Wish, hot_key: Hashable, signature: Signature) -> MaskRunner
 
 def is_kept(binding: Binding) -> bool:
     """Return whether a binding answers later calls too."""
-    return not binding.note.startswith("out of memory")
+    return binding.note != INTERRUPTED and not binding.note.startswith("out of memory")
 
 
 def _are_tensors(call: Call) -> bool:
@@ -226,6 +226,7 @@ def _run_safe(run: Runner, call: Call, error: Exception) -> torch.Tensor:
 def forget_everything() -> None:
     """Forget all choices, records, counts and statistics of this process; files stay."""
     unbind_all()
+    forget_former()
     events.reset_stats()
     mask_policy.forget()
     selector.reset()

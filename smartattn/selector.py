@@ -47,6 +47,8 @@ MAX_PENDING = 4096
 WRITING_MODES = ("tune", "record")
 IN_GRAPH = "in a compiled graph"
 """Note of a binding that stands in a compiled graph."""
+INTERRUPTED = "for the backward of a forward before the last change"
+"""Note of a binding that answers one call alone."""
 
 
 class Selector:
@@ -116,7 +118,7 @@ class Selector:
             only = _only_route(view)
             if only is not None:
                 return _bind(view, only, "explicit")
-        shared = self._shared(view)
+        shared = self._interrupted(view) or self._shared(view)
         if shared is not None:
             return shared
         if self.recorder is not None:
@@ -137,6 +139,16 @@ class Selector:
         if mode == "record":
             self.note_pending(view.environment, signature, "met in mode 'record'")
         return self.safe_default(view)
+
+    def _interrupted(self, view: View) -> Binding | None:
+        """Bind, for a recompute alone, the route of a forward that ran before choices were made anew."""
+        if not view.signature.wants_grad or versions.graph_task_id() == -1:
+            return None
+        for other in tuple(view.wish.former.values()):
+            if other.signature == view.signature and other.note != IN_GRAPH:
+                route = view.route(other.route)
+                return None if route is None else _bind(view, route, other.origin, note=INTERRUPTED)
+        return None
 
     def _shared(self, view: View) -> Binding | None:
         """Bind the route that the same call took in the other pass, where both passes must have one.
@@ -420,9 +432,8 @@ def _is_final(view: View) -> bool:
 
 
 def _is_other_pass(one: Signature, other: Signature) -> bool:
-    return one.pass_name != other.pass_name and dataclasses.replace(
-        one, pass_name=other.pass_name, grads=other.grads
-    ) == other
+    as_other = dataclasses.replace(one, pass_name=other.pass_name, grads=other.grads)
+    return one.pass_name != other.pass_name and as_other == other
 
 
 def is_stale(record: Record) -> bool:

@@ -54,9 +54,10 @@ class Wish:
     Attributes:
         table: hot key to runner; read without a lock.
         bindings: hot key to the whole binding, for failures and inspection.
+        former: the bindings before the last change; a backward that the change interrupted still meets them.
     """
 
-    __slots__ = ("accuracy", "backend", "bindings", "double_backward", "dynamic", "mode", "recognizes", "table")
+    __slots__ = ("accuracy", "backend", "bindings", "double_backward", "dynamic", "former", "mode", "recognizes", "table")
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class Wish:
         self.recognizes = recognizes
         self.table: dict[Hashable, Runner] = {}
         self.bindings: dict[Hashable, Binding] = {}
+        self.former: dict[Hashable, Binding] = {}
 
     @property
     def arguments(self) -> tuple[str | None, str | None, str | None, bool | None, bool]:
@@ -174,7 +176,14 @@ def unbind_all() -> None:
     with _lock:
         for wish in _wishes.values():
             wish.table = {}
-            wish.bindings.clear()
+            wish.former, wish.bindings = wish.bindings or wish.former, {}
+
+
+def forget_former() -> None:
+    """Forget what was bound before the last change too."""
+    with _lock:
+        for wish in _wishes.values():
+            wish.former = {}
 
 
 def all_bindings() -> list[Binding]:

@@ -32,8 +32,7 @@ from smartattn.record import Record, Timed
 from smartattn.routes import parse_route
 from smartattn.selector import selector
 from smartattn.signature import Call, Signature
-from smartattn.trials import leaf_copies, untraced
-from smartattn.tuner import trial_of
+from smartattn.trials import leaf_copies, trial_of, untraced
 from smartattn.view import View
 from smartattn.wishes import wish_of
 from smartattn.workloads import WORKLOADS

@@ -19,6 +19,9 @@ class Clock(Protocol):
     def now_s(self) -> float:
         """Return a monotonic time in seconds, for budgets."""
 
+    def once_us(self, run: Callable[[], object]) -> float:
+        """Run ``run`` once and return the microseconds until its work is done, whatever a first call has to load."""
+
     def sample(self, run: Callable[[], object], num_calls: int) -> Sample:
         """Run ``run`` ``num_calls`` times back to back and return the mean per call."""
 
@@ -29,6 +32,10 @@ class WallClock:
     def now_s(self) -> float:
         """Return a monotonic time in seconds."""
         return time.perf_counter()
+
+    def once_us(self, run: Callable[[], object]) -> float:
+        """Time one call."""
+        return self.sample(run, 1).host_us
 
     def sample(self, run: Callable[[], object], num_calls: int) -> Sample:
         """Time ``num_calls`` calls; device and host time are the same here."""
@@ -67,6 +74,21 @@ class CudaClock:
     def now_s(self) -> float:
         """Return a monotonic time in seconds."""
         return time.perf_counter()
+
+    def once_us(self, run: Callable[[], object]) -> float:
+        """Return the wall time of one call from an idle stream to the end of its work.
+
+        A plan is host time that no delay covers, and ``sample`` would run the call again to cover it.
+        """
+        with torch.cuda.device(self._device):
+            end = torch.cuda.Event()
+            end.record()
+            end.synchronize()
+            start_s = time.perf_counter()
+            run()
+            end.record()
+            end.synchronize()
+            return (time.perf_counter() - start_s) * 1e6
 
     def sample(self, run: Callable[[], object], num_calls: int) -> Sample:
         """Run ``run`` ``num_calls`` times and return the mean device and host time per call."""

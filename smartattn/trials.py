@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 
 from smartattn import versions
-from smartattn.signature import Call
+from smartattn.backends.base import Runner
+from smartattn.signature import Call, Signature
 
 
 @contextlib.contextmanager
@@ -88,3 +90,43 @@ def _same_random_state(device: torch.device) -> Iterator[None]:
         for generator, state in zip(generators, states, strict=True):
             if not torch.equal(generator.get_state(), state):
                 generator.set_state(state)
+
+
+@functools.cache
+def load_libraries(device: torch.device) -> None:
+    """Make one throw-away plan per process and device, so that loading cuDNN (up to 0.9 s) is no route's plan cost."""
+    if device.type != "cuda":
+        return
+    tensors = [torch.ones((1, 1, 8, 64), dtype=torch.float16, device=device, requires_grad=True) for _ in "qkv"]
+    with torch.enable_grad():
+        versions.sdpa(*tensors).sum().backward()
+
+
+def shortened(call: Call, by: int) -> Call | None:
+    """Return the call on views that are ``by`` keys (and queries, unless there is one) shorter; ``None`` if too short."""
+    L, S = call.query.size(-2), call.key.size(-2)
+    if 2 * by >= S or (L > 1 and 2 * by >= L):
+        return None
+    query = call.query if L == 1 else call.query[..., : L - by, :]
+    mask = call.attn_mask
+    if mask is not None:
+        mask = mask[..., : S - by] if mask.size(-1) > 1 else mask
+        mask = mask[..., : L - by, :] if mask.size(-2) == L and L > 1 else mask
+    return call._replace(query=query, key=call.key[..., : S - by, :], value=call.value[..., : S - by, :], attn_mask=mask)
+
+
+def trial_of(run: Runner, call: Call, signature: Signature) -> Callable[[], object]:
+    """Return one call of ``run`` on ``call``, with the backward of everything that wants a gradient."""
+    if not signature.wants_grad:
+        return lambda: run(*call)
+    wanted = [tensor for tensor in call.tensors if tensor.requires_grad]
+    grad_outputs: list[torch.Tensor] = []
+
+    def train() -> None:
+        output = run(*call)
+        if not grad_outputs:
+            # In the memory order of the output, as the next layer's backward gives it.
+            grad_outputs.append(torch.ones_like(output))
+        torch.autograd.grad(output, wanted, grad_outputs[0])
+
+    return train

@@ -7,6 +7,7 @@ validation; only valid routes are raced. Every route ends as one outcome, whatev
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,7 +19,7 @@ from smartattn.backends.base import Runner
 from smartattn.backends.registry import backends_for
 from smartattn.backends.stock import resolved_backend
 from smartattn.buckets import Bucket
-from smartattn.choice import STOCK
+from smartattn.choice import NEGLIGIBLE_PLAN_MS, STOCK
 from smartattn.clocks import Clock
 from smartattn.environment import Environment, provenance_now
 from smartattn.formatting import format_bytes, format_us
@@ -28,7 +29,7 @@ from smartattn.routes import Route
 from smartattn.settings import Settings
 from smartattn.signature import Call, Signature
 from smartattn.timing import Limits, Trial, is_unsettled, race
-from smartattn.trials import leaf_copies, untraced
+from smartattn.trials import leaf_copies, load_libraries, shortened, trial_of, untraced
 from smartattn.validation import Validator
 
 HOPELESS_RATIOS = ((50e3, 1.5), (5e3, 3.0), (0.0, 8.0))
@@ -41,6 +42,7 @@ LONG_CALL_US = 5e3
 """First call from which it counts as a sample: what is cold about it no longer shows."""
 MAX_REASON_CHARACTERS = 300
 Result = TypeVar("Result")
+_neighbours = itertools.count()
 
 
 class TuningAbortedError(Exception):
@@ -106,7 +108,7 @@ class Tuning:
             measured = self._race({name: trials[name] for name in errors}, firsts, spent_ms)
         noisy = is_unsettled(measured)
         for name, measurement in measured.items():
-            self.outcomes[name] = self._timed(name, measurement, firsts[name].cost_us, errors[name])
+            self.outcomes[name] = self._timed(name, measurement, errors[name])
         ordered = {route.name: self.outcomes[route.name] for route in self.routes}
         provenance = provenance_now(self.signature.device_type, noisy=noisy)
         return Record(self.signature, ordered, provenance, self.bucket)
@@ -137,37 +139,82 @@ class Tuning:
         share = f"{self.settings.memory_share:.0%} of {format_bytes(free_bytes)} free"
         return (f"wants {format_bytes(wanted)} of workspace; {format_bytes(allowed)} are allowed ({share})",)
 
-    def _first_calls(self, trials: Mapping[str, Trial]) -> dict[str, Sample]:
-        """Return what one call of every route costs; hopeless routes get their outcome (stock always stays)."""
-        firsts: dict[str, Sample] = {}
+    def _first_calls(self, trials: Mapping[str, Trial]) -> dict[str, float]:
+        """Return what one call of every route costs in microseconds; hopeless ones get their outcome (stock stays)."""
+        load_libraries(self.device)
+        firsts: dict[str, float] = {}
         for name, trial in trials.items():
-            sample = self._guarded(name, functools.partial(self.clock.sample, trial, 1))
-            if sample is not None:
-                firsts[name] = sample
+            once = functools.partial(self.clock.once_us, trial)
+            first = self._guarded(name, once)
+            if first is not None and self._plans(name):
+                second = self._guarded(name, once)
+                if second is not None:
+                    self.plans_ms[name] = max(0.0, first - second) / 1e3
+                first = second
+            if first is not None:
+                firsts[name] = first
+        self._settle_plans(firsts)
         limit_us = self._hopeless_us(firsts)
         for name, first in list(firsts.items()):
-            if first.cost_us <= limit_us or name == STOCK:
+            if first <= limit_us or name == STOCK:
                 continue
-            # Plans and lazily loaded kernels are paid now, so a second call tells whether it is the route that is slow.
-            is_cold = first.cost_us < LONG_CALL_US or self._route(name).backend.plans_per_shape
-            steady = self._guarded(name, functools.partial(self.clock.sample, trials[name], 1)) if is_cold else first
+            # Lazily loaded kernels are paid now, so a second short call tells whether it is the route that is slow.
+            again = functools.partial(self.clock.once_us, trials[name])
+            steady = self._guarded(name, again) if first < LONG_CALL_US else first
             if steady is None:
                 del firsts[name]
-                continue
-            if steady.cost_us <= limit_us:
-                self.plans_ms[name] = (first.cost_us - steady.cost_us) / 1e3
+            elif steady <= limit_us:
                 firsts[name] = steady
             else:
-                times = f"{format_us(steady.cost_us)} against {format_us(min(f.cost_us for f in firsts.values()))}"
+                times = f"{format_us(steady)} against {format_us(min(firsts.values()))}"
                 self.outcomes[name] = Rejected((f"a single call is too slow to be worth validating: {times}",))
                 del firsts[name]
         return firsts
 
-    def _hopeless_us(self, firsts: Mapping[str, Sample]) -> float:
-        fastest_us = min((first.cost_us for first in firsts.values()), default=0.0)
+    def _settle_plans(self, firsts: Mapping[str, float]) -> None:
+        """Give every route of a planning backend that backend's plan cost.
+
+        Two routes of one backend share its plan, and the program may have made it before; then a neighbouring length,
+        never met, shows what one costs.
+        """
+        by_backend: dict[str, list[str]] = {}
+        for name in firsts:
+            if self._plans(name) and not self._route(name).rewrites:
+                by_backend.setdefault(self._planner(name), []).append(name)
+        for names in by_backend.values():
+            plan_ms = max(self.plans_ms.get(name, 0.0) for name in names)
+            if plan_ms < NEGLIGIBLE_PLAN_MS:
+                plan_ms = max(plan_ms, self._neighbour_plan_ms(names[-1]))
+            self.plans_ms.update(dict.fromkeys(names, plan_ms))
+
+    def _neighbour_plan_ms(self, name: str) -> float:
+        other = shortened(self.call, 1 + next(_neighbours) % 24)
+        if other is None:
+            return 0.0
+        trial = trial_of(self._route(name).bind(self.signature), leaf_copies(other), self.signature)
+        try:
+            first, second = self.clock.once_us(trial), self.clock.once_us(trial)
+        except Exception as error:
+            if versions.is_sticky_error(error):
+                raise TuningAbortedError(f"route {name!r} left the accelerator unusable: {one_line(error)}") from error
+            events.logger.debug("route %s could not run beside %s: %s", name, self.signature, error)
+            return 0.0
+        return max(0.0, first - second) / 1e3
+
+    def _planner(self, name: str) -> str:
+        return resolved_backend(self.call) if name == STOCK else self._route(name).backend.name
+
+    def _plans(self, name: str) -> bool:
+        if name != STOCK:
+            return self._route(name).backend.plans_per_shape
+        backend = backends_for(self.signature.device_type).get(self._planner(name))
+        return backend is not None and backend.plans_per_shape
+
+    def _hopeless_us(self, firsts: Mapping[str, float]) -> float:
+        fastest_us = min(firsts.values(), default=0.0)
         return fastest_us * next(ratio for from_us, ratio in HOPELESS_RATIOS if fastest_us >= from_us)
 
-    def _validate(self, runners: Mapping[str, Runner], firsts: Mapping[str, Sample], own: Call) -> dict[str, float]:
+    def _validate(self, runners: Mapping[str, Runner], firsts: Mapping[str, float], own: Call) -> dict[str, float]:
         """Return the error ratio of every valid route; the others get their outcome."""
         validator = Validator(own, self.signature, accuracy=self.settings.accuracy)
         errors: dict[str, float] = {}
@@ -193,21 +240,22 @@ class Tuning:
         return errors
 
     def _race(
-        self, trials: Mapping[str, Trial], firsts: Mapping[str, Sample], spent_ms: float
+        self, trials: Mapping[str, Trial], firsts: Mapping[str, float], spent_ms: float
     ) -> dict[str, Measurement]:
         measured: dict[str, Measurement] = {}
         remaining = dict(trials)
         limit_us = self._hopeless_us(firsts)
-        stock_us = firsts[STOCK].cost_us if STOCK in remaining else 0.0
+        stock_us = firsts[STOCK] if STOCK in remaining else 0.0
         if stock_us > max(limit_us, LONG_CALL_US) and len(remaining) > 1:
             # Far behind, and slow: what its first call told is all that the record needs.
-            measured[STOCK] = Measurement((firsts[STOCK],))
+            measured[STOCK] = Measurement((Sample(stock_us, stock_us),))
             del remaining[STOCK]
         budget_ms = self.settings.signature_budget_ms
         while remaining:
-            looks = {name: firsts[name] for name in remaining if firsts[name].cost_us >= LONG_CALL_US}
+            long_us = {name: firsts[name] for name in remaining if firsts[name] >= LONG_CALL_US}
+            looks = {name: Sample(us, us) for name, us in long_us.items()}
             # Two rounds are the least that can put routes in order, whatever was spent before.
-            two_rounds_ms = 2 * sum(look.cost_us for look in looks.values()) / 1e3
+            two_rounds_ms = 2 * sum(long_us.values()) / 1e3
             limits = Limits(max(0.3 * budget_ms, budget_ms - spent_ms, two_rounds_ms))
             try:
                 return measured | race(remaining, self.clock, limits, looks)
@@ -246,10 +294,9 @@ class Tuning:
     def _route(self, name: str) -> Route:
         return next(route for route in self.routes if route.name == name)
 
-    def _timed(self, name: str, measurement: Measurement, first_us: float, error: float) -> Timed:
+    def _timed(self, name: str, measurement: Measurement, error: float) -> Timed:
         route = self._route(name)
         resolved = resolved_backend(self.call) if name == STOCK else ""
-        plan_ms = max(self.plans_ms.get(name, 0.0), first_us / 1e3 - measurement.cost_us / 1e3, 0.0)
         return Timed(
             device_us=measurement.device_us,
             host_us=measurement.host_us,
@@ -257,33 +304,10 @@ class Tuning:
             n=len(measurement.samples),
             error=error,
             version=route.backend.version(),
-            plan_ms=plan_ms if self._plans(route, resolved) else 0.0,
+            plan_ms=self.plans_ms.get(name, 0.0),
             peak_bytes=0 if name == STOCK else route.workspace_bytes(self.signature),
             resolved=resolved,
         )
-
-    def _plans(self, route: Route, resolved: str) -> bool:
-        if not resolved:
-            return route.backend.plans_per_shape
-        backend = backends_for(self.signature.device_type).get(resolved)
-        return backend is not None and backend.plans_per_shape
-
-
-def trial_of(run: Runner, call: Call, signature: Signature) -> Trial:
-    """Return one call of ``run`` on ``call``, with the backward of everything that wants a gradient."""
-    if not signature.wants_grad:
-        return lambda: run(*call)
-    wanted = [tensor for tensor in call.tensors if tensor.requires_grad]
-    grad_outputs: list[torch.Tensor] = []
-
-    def train() -> None:
-        output = run(*call)
-        if not grad_outputs:
-            # In the memory order of the output, as the next layer's backward gives it.
-            grad_outputs.append(torch.ones_like(output))
-        torch.autograd.grad(output, wanted, grad_outputs[0])
-
-    return train
 
 
 def one_line(error: BaseException) -> str:

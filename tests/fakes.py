@@ -55,6 +55,10 @@ class FakeClock:
         """Let time pass."""
         self._now_us += us
 
+    def once_us(self, run: Callable[[], object]) -> float:
+        """Run ``run`` once and report its cost."""
+        return self.sample(run, 1).device_us
+
     def sample(self, run: Callable[[], object], num_calls: int) -> Sample:
         """Run ``run`` once and report its cost as the mean of ``num_calls`` calls."""
         name = getattr(run, "__name__", type(run).__name__)

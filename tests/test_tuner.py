@@ -10,7 +10,8 @@ from smartattn.record import Failed, Invalid, Rejected, Timed
 from smartattn.routes import Route
 from smartattn.settings import Settings
 from smartattn.signature import Call, read_signature
-from smartattn.tuner import Tuning, TuningAbortedError, one_line, trial_of
+from smartattn.trials import trial_of
+from smartattn.tuner import Tuning, TuningAbortedError, one_line
 from smartattn.backends.registry import backends_for
 from tests.fakes import FakeBackend, FakeClock, tensors
 
@@ -57,6 +58,14 @@ def test_nan_results_are_invalid(fake_clock):
     """A route that gives NaN where the reference is finite is out."""
     record = tune(fake_clock, FakeBackend("nan", clock=fake_clock, error=float("nan")))
     assert isinstance(record.outcomes["nan"], Invalid)
+
+
+def test_a_plan_that_was_made_before_is_found_at_a_neighbouring_length(fake_clock):
+    """When the program planned this shape already, a length that nobody met shows what a plan costs."""
+    planned = FakeBackend("planned", clock=fake_clock, cost_us=20, plan_ms=50)
+    call = Call(*tensors(1, 2, 64, 8))
+    planned._planned.add((call.query.shape, call.key.shape))
+    assert tune(fake_clock, planned, call=call).outcomes["planned"].plan_ms == pytest.approx(50)
 
 
 def test_hopeless_routes_are_not_validated(fake_clock):

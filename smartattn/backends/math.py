@@ -57,9 +57,31 @@ def run_math(
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a bool mask as 0 where a key is visible and -inf where it is not."""
-    zero = torch.zeros((), dtype=dtype, device=mask.device)
-    return torch.where(mask, zero, torch.full((), float("-inf"), dtype=dtype, device=mask.device))
+    """Return a bool mask as 0 where a key is visible and -inf where it is not.
+
+    Note:
+        One kernel: the two values are made once per dtype and device and kept (4 bytes each).
+    """
+    visible, hidden = _values(mask, dtype)
+    return torch.where(mask, visible, hidden)
+
+
+_kept_values: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def _values(mask: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    found = _kept_values.get((dtype, mask.device)) if type(mask) is torch.Tensor else None
+    if found is not None:
+        return found
+    made = (
+        torch.zeros((), dtype=dtype, device=mask.device),
+        torch.full((), float("-inf"), dtype=dtype, device=mask.device),
+    )
+    # What is made under inference mode, capture or tracing belongs to that scope and must not outlive it.
+    is_lasting = type(mask) is torch.Tensor and type(made[0]) is torch.Tensor and not made[0].is_inference()
+    if is_lasting and not versions.is_capturing(mask.device.type) and versions.functorch_level() is None:
+        _kept_values[dtype, mask.device] = made
+    return made
 
 
 def fold_causal(mask: torch.Tensor, L: int, S: int, dtype: torch.dtype) -> torch.Tensor:

@@ -164,7 +164,8 @@ def doctor() -> Diagnosis:
 
 def _device(device: torch.device) -> Device:
     environment = environment_of(device)
-    backends, known = {}, {}
+    backends: dict[str, str] = {}
+    known: dict[str, str] = {}
     for backend in all_backends():
         types = backend.capabilities.device_types
         is_elsewhere = bool(types) and device.type not in types
@@ -179,8 +180,8 @@ def _device(device: torch.device) -> Device:
 
 def _layers(now: Settings, folders: set[str]) -> Iterator[Layer]:
     counts: dict[str, list[int]] = {}
-    for root, name, number in selector.memory.store.count():
-        count = counts.setdefault(str(root), [0, 0])
+    for place, name, number in selector.memory.store.count():
+        count = counts.setdefault(str(place), [0, 0])
         count[0] += number
         count[1] += number if name in folders else 0
     root = selector.memory.store.path()

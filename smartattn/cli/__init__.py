@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         command.add_to(subparsers)
     options = vars(parser.parse_args(arguments))
-    command = next(command for command in COMMANDS if command.name == options.pop("command"))
+    name = options.pop("command")
+    command = next(command for command in COMMANDS if command.name == name)
     is_json = options.pop("json")
     try:
         data = command.run(**options)

@@ -8,7 +8,6 @@ must meet the route that its forward took; in a backward pass nothing is tuned, 
 from __future__ import annotations
 
 import dataclasses
-import dataclasses
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -188,9 +187,9 @@ class Selector:
         signature = view.signature
         if record.signature == signature or _is_final(view):
             return False
+        choice = self.consider(view, record)
         num_calls = self.history.num_calls(signature.family, str(signature))
-        timed = [o.cost_us for o in record.outcomes.values() if isinstance(o, Timed)]
-        return bool(timed) and num_calls * min(timed) >= EXACT_TUNING_RATIO * view.settings.signature_budget_ms * 1e3
+        return choice is not None and num_calls >= _exact_tuning_calls(view, choice)
 
     def consider(self, view: View, record: Record) -> Choice | None:
         """Return what a record says is best for this exact signature now; ``None`` when nothing in it may serve."""
@@ -230,8 +229,7 @@ class Selector:
     def _limits(self, view: View, record: Record, choice: Choice, num_calls: int) -> list[int]:
         found = [choice.break_even_calls - num_calls] if choice.faster else []
         if view.settings.mode == "tune" and record.signature != view.signature:
-            budget_us = view.settings.signature_budget_ms * 1e3
-            found.append(math.ceil(EXACT_TUNING_RATIO * budget_us / max(choice.cost_us, 1.0)) - num_calls)
+            found.append(_exact_tuning_calls(view, choice) - num_calls)
         return [max(1, limit) for limit in found]
 
     def safe_default(self, view: View, outcomes: Mapping[str, Outcome] | None = None, note: str = "") -> Binding:
@@ -421,6 +419,11 @@ class Selector:
 
 selector = Selector()
 """The one selector of this process."""
+
+
+def _exact_tuning_calls(view: View, choice: Choice) -> int:
+    """Return after how many calls at one length a tuning of its own adds little to what was spent."""
+    return math.ceil(EXACT_TUNING_RATIO * view.settings.signature_budget_ms * 1e3 / max(choice.cost_us, 1.0))
 
 
 def _is_final(view: View) -> bool:

@@ -175,19 +175,27 @@ def _check_shapes(
 ) -> tuple[bool, tuple[int, int, int]]:
     """Return whether the inputs have a batch dimension, and N, L and S."""
     rank = query.dim()
-    given = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+    length, batch = (0, None) if rank == 2 else (1, 0) if module.batch_first else (0, 1)
     if rank not in (2, 3) or key.dim() != rank or value.dim() != rank:
-        raise ValueError(f"got {given}; all three must have 3 dimensions, or all three 2 for input without a batch")
+        raise ValueError(f"got {_given(query, key, value)}; all three must have 3 dimensions, or all three 2 for input without a batch")
+    shape = (1 if batch is None else query.size(batch), query.size(length), key.size(length))
+    if not torch.compiler.is_compiling() and versions.is_jit_tracing():
+        # Sizes are tensors then; comparing them would put the sizes of now into the trace.
+        return rank == 3, shape
     tensors, sizes = {"query": query, "key": key, "value": value}, (module.embed_dim, module.kdim, module.vdim)
     for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
         if tensor.size(-1) != size:
+            given = _given(query, key, value)
             raise ValueError(f"{name} has {tensor.size(-1)} features ({given}); this module takes {size}")
-    length, batch = (0, None) if rank == 2 else (1, 0) if module.batch_first else (0, 1)
     if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"got {given}; key and value must have the same length and batch size")
+        raise ValueError(f"got {_given(query, key, value)}; key and value must have the same length and batch size")
     if batch is not None and query.size(batch) != key.size(batch):
-        raise ValueError(f"got {given}; query and key must have the same batch size")
-    return rank == 3, (1 if batch is None else query.size(batch), query.size(length), key.size(length))
+        raise ValueError(f"got {_given(query, key, value)}; query and key must have the same batch size")
+    return rank == 3, shape
+
+
+def _given(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+    return f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
 
 
 def _project(

@@ -60,7 +60,8 @@ def combined_mask(
         return None, False
     if attn_mask is None and key_padding_mask is None and not num_extra and not is_dense:
         return None, True
-    _check(attn_mask, key_padding_mask, shape, is_batched=is_batched)
+    if torch.compiler.is_compiling() or not versions.is_jit_tracing():
+        _check(attn_mask, key_padding_mask, shape, is_batched=is_batched)
     sources = tuple(mask for mask in (attn_mask, key_padding_mask) if mask is not None)
     is_remembered = bool(sources) and not _is_traced(query) and all(
         can_be_remembered(mask) and not mask.requires_grad for mask in sources

@@ -18,7 +18,7 @@ from smartattn.history import CountedRunner
 from smartattn.mask_runner import MaskRunner, is_watched
 from smartattn.masks import Canonical, canonicalize, is_class
 from smartattn.plain import belongs_to_math, own_patches, passthrough_reason, wrong_call_text
-from smartattn.selector import INTERRUPTED, selector
+from smartattn.selector import CAPTURED, INTERRUPTED, selector
 from smartattn.settings import Settings, on_change
 from smartattn.signature import Call, Signature, read_signature
 from smartattn.tuner import one_line
@@ -96,7 +96,7 @@ def _watching(wish: Wish, hot_key: Hashable, signature: Signature) -> MaskRunner
 
 def is_kept(binding: Binding) -> bool:
     """Return whether a binding answers later calls too."""
-    return binding.note != INTERRUPTED and not binding.note.startswith("out of memory")
+    return binding.note not in (CAPTURED, INTERRUPTED) and not binding.note.startswith("out of memory")
 
 
 def _are_tensors(call: Call) -> bool:

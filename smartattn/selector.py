@@ -46,6 +46,8 @@ MAX_PENDING = 4096
 WRITING_MODES = ("tune", "record")
 IN_GRAPH = "in a compiled graph"
 """Note of a binding that stands in a compiled graph."""
+CAPTURED = "first met while a graph was captured"
+"""Note of a binding that stands in a captured graph; outside of it the call is still to be tuned."""
 INTERRUPTED = "for the backward of a forward before the last change"
 """Note of a binding that answers one call alone."""
 
@@ -264,7 +266,7 @@ class Selector:
         if versions.graph_task_id() != -1:
             return "first met in a backward pass"
         if versions.is_capturing(view.signature.device_type):
-            return "first met while a graph was captured"
+            return CAPTURED
         if view.settings.agreement == "group":
             return "left to smartattn.distributed.agree"
         if self.spent_s >= view.settings.process_budget_s:
@@ -285,7 +287,8 @@ class Selector:
     def _postpone(self, view: View, why: str, *, is_passing: bool = False) -> Binding:
         """Bind the nearest known choice, else the safe default, and note the signature for later."""
         self.note_pending(view.environment, view.signature, why)
-        near = self.memory.nearest(view.environment, view.signature)
+        # In a capture a route that was never run at this length might plan, which a capture does not survive.
+        near = None if why == CAPTURED else self.memory.nearest(view.environment, view.signature)
         if near is not None:
             binding = self.bind_record(view, near, "nearest bucket")
             if binding is not None:

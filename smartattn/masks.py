@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from smartattn import versions
 from smartattn.mask_classes import Causal, CausalLowerRight, Documents, KeyPadding, Mask, Window
@@ -58,7 +58,7 @@ class Canonical(NamedTuple):
 
 def is_class(attn_mask: object) -> bool:
     """Return whether an argument is a mask class rather than a tensor."""
-    return isinstance(attn_mask, Mask | CausalBias)
+    return isinstance(attn_mask, Mask) or _of_bias(attn_mask) is not None
 
 
 def canonicalize(call: Call, *, recognizes: bool = False) -> Canonical:
@@ -77,8 +77,9 @@ def canonicalize(call: Call, *, recognizes: bool = False) -> Canonical:
     given: object = call.attn_mask
     if given is None:
         return Canonical(call)
-    if isinstance(given, Mask | CausalBias):
-        return _said(call, _from_bias(given) if isinstance(given, CausalBias) else given)
+    said = given if isinstance(given, Mask) else _of_bias(given)
+    if said is not None:
+        return _said(call, said)
     if call.attn_mask is None or call.attn_mask.requires_grad:
         return Canonical(call)
     before = facts_of(call.attn_mask)
@@ -105,8 +106,13 @@ def _fits(call: Call, facts: Facts) -> bool:
     return mask.size(-2) == L
 
 
-def _from_bias(bias: CausalBias) -> Mask:
-    return Causal() if bias.variant == CausalVariant.UPPER_LEFT else CausalLowerRight()
+def _of_bias(attn_mask: object) -> Mask | None:
+    """Return the class that a ``CausalBias`` of PyTorch stands for; ``None`` for everything else."""
+    # Its module loads the compiler, so it is not imported: whoever has made such an object did.
+    module: Any = sys.modules.get("torch.nn.attention.bias")
+    if module is None or not isinstance(attn_mask, module.CausalBias):
+        return None
+    return Causal() if attn_mask.variant == module.CausalVariant.UPPER_LEFT else CausalLowerRight()
 
 
 def _said(call: Call, mask: Mask) -> Canonical:

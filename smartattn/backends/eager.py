@@ -21,11 +21,26 @@ def _scores_bytes(signature: Signature, copies: int) -> int:
     return signature.num_scores * max(4, signature.itemsize_bytes) * copies
 
 
+def _overflow_reasons(signature: Signature) -> tuple[str, ...]:
+    """Refuse scores in float16: beyond 65504 they turn infinite and the row NaN, where fused kernels and Math stay right.
+
+    Source: a case of large but finite inputs, optimum#1100; no probe can know the values of later calls.
+    """
+    if signature.dtype == "float16":
+        return ("keeps scores in float16, which overflows beyond 65504; use bfloat16, or math",)
+    return ()
+
+
 class Eager(Backend):
     """Attention written in plain PyTorch, out of place."""
 
     name = "eager"
     capabilities = Capabilities(supports_double_backward=True)
+
+    def extra_reasons(self, signature: Signature, environment: Environment) -> tuple[str, ...]:
+        """Refuse float16."""
+        del environment
+        return _overflow_reasons(signature)
 
     def workspace_bytes(self, signature: Signature) -> int:
         """Return the bytes of the score matrix: scores, masked scores and probabilities, kept when gradients are."""
@@ -44,11 +59,12 @@ class EagerInplace(Backend):
     capabilities = Capabilities(supports_training=False)
 
     def extra_reasons(self, signature: Signature, environment: Environment) -> tuple[str, ...]:
-        """Refuse gradients by their own reason."""
+        """Refuse float16, and gradients by their own reason."""
         del environment
+        found = _overflow_reasons(signature)
         if signature.wants_grad:
-            return ("writes over the scores that a backward would need; use eager when gradients are wanted",)
-        return ()
+            found += ("writes over the scores that a backward would need; use eager when gradients are wanted",)
+        return found
 
     def workspace_bytes(self, signature: Signature) -> int:
         """Return the bytes of the score matrix and of its softmax."""

@@ -17,7 +17,7 @@ from smartattn.formatting import shorten
 from smartattn.history import CountedRunner
 from smartattn.mask_runner import MaskRunner, is_watched
 from smartattn.masks import Canonical, canonicalize, is_class
-from smartattn.plain import belongs_to_math, own_patches, passthrough_reason, wrong_call_text
+from smartattn.plain import belongs_to_math, has_unequal_lengths, own_patches, passthrough_reason, wrong_call_text
 from smartattn.selector import CAPTURED, INTERRUPTED, selector
 from smartattn.settings import Settings, on_change
 from smartattn.signature import Call, Signature, read_signature
@@ -37,6 +37,8 @@ def first_sight(wish: Wish, hot_key: Hashable, arguments: tuple[Any, ...]) -> to
     cast = cast_for_autocast(call)
     signature = read_signature(cast)
     if signature is None:
+        if has_unequal_lengths(call):
+            raise RuntimeError(wrong_call_text(call))
         return pass_through(call)
     is_said = arguments[3] is not call.attn_mask
     if hot_key is not None and not is_said and is_watched(call, signature, wish):

@@ -58,6 +58,15 @@ def belongs_to_math(call: Call, *, double_backward: bool) -> bool:
     return is_plain and not is_foreign()
 
 
+def has_unequal_lengths(call: Call) -> bool:
+    """Return whether key and value differ in length, which PyTorch's fused CPU operator does not check.
+
+    It reads past the end of value instead (torch 2.13.0), where every other backend raises.
+    """
+    key, value = call.key, call.value
+    return 2 < key.dim() == value.dim() and key.size(-2) != value.size(-2)
+
+
 def wrong_call_text(call: Call) -> str:
     """Return what is wrong with the arguments of a call that PyTorch refused: argument, given, allowed; maybe empty."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask

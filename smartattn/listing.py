@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,9 @@ def row_of(entry: StoredRecord) -> Row:
     stock = record.outcomes.get(STOCK)
     cost_us = chosen.cost_us if isinstance(chosen, Timed) else None
     ranges = {} if record.bucket is None else record.bucket.ranges
-    name = entry.path.name
+    # Path's own parts would take longer than all else here.
+    path = str(entry.path)
+    folder, _, name = path.rpartition(os.sep)
     return Row(
         digest=name.removesuffix(".json"),
         signature=str(record.signature),
@@ -75,8 +78,8 @@ def row_of(entry: StoredRecord) -> Row:
         noise=chosen.spread_us / cost_us if isinstance(chosen, Timed) and cost_us else None,
         date=record.provenance.date,
         dynamic=record.dynamic,
-        environment=entry.path.parent.parent.name,
-        path=str(entry.path),
+        environment=folder.rpartition(os.sep)[0].rpartition(os.sep)[2],
+        path=path,
     )
 
 

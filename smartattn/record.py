@@ -93,6 +93,7 @@ class Rejected:
 
 Outcome = Timed | Invalid | Failed | Rejected
 _OUTCOMES: dict[str, type[Outcome]] = {kind.is_: kind for kind in (Timed, Invalid, Failed, Rejected)}
+_LARGEST = sys.float_info.max
 # Looked up once: listing 10,000 records builds some 100,000 outcomes.
 _FIELD_TYPES = {kind: {item.name: str(item.type) for item in dataclasses.fields(kind)} for kind in _OUTCOMES.values()}
 _PROVENANCE_TYPES = {
@@ -160,8 +161,12 @@ def outcome_from_dict(data: object) -> Outcome:
         raise ValueError(f"{data!r} is no outcome")
     kind = _OUTCOMES[data["is"]]
     types = _FIELD_TYPES[kind]
-    _refuse_unknown("an outcome", data, types, "is")
-    values = {name: _checked(name, value, types[name]) for name, value in data.items() if name != "is"}
+    values = {}
+    for name, value in data.items():
+        if name in types:
+            values[name] = _checked(name, value, types[name])
+        elif name != "is":
+            _refuse_unknown("an outcome", data, types, "is")
     try:
         return kind(**values)
     except TypeError as error:
@@ -178,7 +183,7 @@ def _refuse_unknown(what: str, data: Mapping[str, Any], known: Container[str], *
 def _checked(name: str, value: Any, type_name: str) -> Any:
     kind = type(value)
     if type_name == "float":
-        if kind in (float, int) and 0 <= value <= sys.float_info.max:
+        if (kind is float or kind is int) and 0 <= value <= _LARGEST:
             return float(value)
     elif type_name == "int":
         if kind is int and value >= 0:
@@ -186,8 +191,12 @@ def _checked(name: str, value: Any, type_name: str) -> Any:
     elif type_name == "str":
         if kind is str:
             return value
-    elif kind is list and all(isinstance(part, str) for part in value):
-        return tuple(value)
+    elif kind is list:
+        for part in value:
+            if type(part) is not str:
+                break
+        else:
+            return tuple(value)
     raise ValueError(f"{name} of an outcome cannot be {value!r}")
 
 

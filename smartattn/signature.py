@@ -15,6 +15,7 @@ import difflib
 import functools
 import hashlib
 import math
+import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -204,20 +205,36 @@ _SIZES = ("Hq", "H", "L", "S", "E", "Ev")
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Signature)}
 
 
-@functools.lru_cache(maxsize=4096)
 def _text(signature: Signature, *, with_lengths: bool) -> str:
-    batch = "x".join(map(str, signature.batch)) or "-"
-    parts = ["sdpa", signature.pass_name, signature.device_type, signature.dtype]
-    parts.append(f"N{batch}" if with_lengths else f"rank{signature.rank}")
-    parts += [f"{name}{getattr(signature, name)}" for name in _SIZES if with_lengths or name not in ("L", "S")]
-    layouts = [str(layout) for layout in signature.layouts]
-    parts.append("layout=" + (layouts[0] if len(set(layouts)) == 1 else ",".join(layouts)))
-    parts += [f"mask={signature.mask}", f"scale={signature.scale}"]
-    for name in _OPTIONAL:
-        value = getattr(signature, name)
-        if value != _DEFAULTS[name]:
+    s = signature
+    batch, L, S = f"rank{s.rank}", "", ""
+    if with_lengths:
+        batch, L, S = f"N{'x'.join(map(str, s.batch)) or '-'}", f" L{s.L}", f" S{s.S}"
+    fields = _text_of_fields(s.layouts, *_read_fields(s))
+    return f"sdpa {s.pass_name} {s.device_type} {s.dtype} {batch} Hq{s.Hq} H{s.H}{L}{S} E{s.E} Ev{s.Ev} {fields}"
+
+
+_FIELDS = ("mask", "scale", *_OPTIONAL)
+_read_fields = operator.attrgetter(*_FIELDS)
+
+
+# Few values exist of what does not hold lengths, so that this answers nearly always from memory.
+@functools.lru_cache(maxsize=4096)
+def _text_of_fields(layouts: tuple[Layout, ...], *values: Any) -> str:
+    texts = [str(layout) for layout in layouts]
+    parts = ["layout=" + (texts[0] if len(set(texts)) == 1 else ",".join(texts))]
+    for name, value in zip(_FIELDS, values, strict=True):
+        if name not in _OPTIONAL or value != _DEFAULTS[name]:
             parts.append(f"{name}={'on' if value is True else value}")
     return " ".join(parts)
+
+
+_USUAL = re.compile(
+    rf"sdpa (infer|train) ([a-z]+) ({'|'.join(DTYPES)}) N(-|{_SIZE.pattern}(?:x{_SIZE.pattern})*) "
+    + " ".join(rf"{name}({_SIZE.pattern})" for name in _SIZES)
+    + " (.+)"
+)
+"""A signature's text as ``str`` writes it."""
 
 
 def _fail(index: int, words: list[str], expected: str, allowed: Iterable[str] = ()) -> UnknownNameError:
@@ -236,7 +253,30 @@ def parse_signature(text: str) -> Signature:
     Raises:
         UnknownNameError: names the first word that makes no sense and what was expected there.
     """
-    words = text.split()
+    found = _USUAL.fullmatch(text)
+    if found is not None:
+        # The form that ``str`` gives, in one step and with the fields behind the sizes from memory: 10,000 records are
+        # listed within a second. Whatever is wrong is told by the way below.
+        pass_name, device_type, dtype, batch_text, *numbers, rest = found.groups()
+        fields = _usual_fields(rest)
+        Hq, H, L, S, E, Ev = map(int, numbers)
+        if fields is not None and Hq % H == 0:
+            batch = () if batch_text == "-" else tuple(map(int, batch_text.split("x")))
+            return Signature(pass_name, device_type, dtype, batch, Hq, H, L, S, E, Ev, **fields)
+    return _parse_words(text.split())
+
+
+@functools.lru_cache(maxsize=2048)
+def _usual_fields(text: str) -> dict[str, Any] | None:
+    """Return the fields after the sizes; ``None`` where they are not right. The dict is shared: only read it."""
+    try:
+        fields = _parse_fields(text.split(), start=0)
+    except UnknownNameError:
+        return None
+    return fields if "layouts" in fields else None
+
+
+def _parse_words(words: list[str]) -> Signature:
     heads: list[tuple[str, tuple[str, ...]]] = [
         ("'sdpa'", ("sdpa",)),
         ("'infer' or 'train'", ("infer", "train")),

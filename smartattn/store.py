@@ -206,7 +206,7 @@ class Store:
                 for file in [] if folder is None else files.list_names(folder):
                     found = stored.read_record(root, str(folder), file, is_own, known_routes)
                     if found is not None:
-                        yield StoredRecord(found[0], Path(str(folder), file), origin, described, found[1])
+                        yield StoredRecord(found[0], Path(f"{folder}{os.sep}{file}"), origin, described, found[1])
 
     def count(self) -> Iterator[tuple[Path, str, int]]:
         """Yield each layer's root, environment folder and number of files with records, without reading them."""

@@ -220,7 +220,7 @@ def clear() -> int:
     """
     count = selector.memory.store.clear()
     selector.memory.clear()
-    selector.clear_notes()
+    selector.notes.clear()
     unbind_all()
     return count
 
@@ -242,6 +242,6 @@ def forget(signature: Signature | str) -> int:
     for device in devices_here():
         environment = environment_of(device)
         selector.memory.forget(environment, parsed)
-        selector.lift_quarantine(environment, parsed)
+        selector.notes.lift_quarantine(environment, parsed)
     unbind_all()
     return count

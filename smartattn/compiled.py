@@ -27,10 +27,11 @@ from smartattn.mask_classes import Causal, Mask
 from smartattn.plain import MEASURED_DEVICE_TYPES, is_foreign
 from smartattn.record import Failed, Invalid, Outcome, Record
 from smartattn.routes import Route, parse_route
-from smartattn.selector import IN_GRAPH, missing_record, selector, unavailable
+from smartattn.passes import IN_GRAPH
+from smartattn.selector import selector
 from smartattn.signature import Call, Signature
 from smartattn.traced import guard_sizes, has_symbols, read_traced_signature, symbols_of, variants
-from smartattn.view import View
+from smartattn.view import View, missing_record, unavailable
 from smartattn.wishes import Binding, Wish, wish_of
 
 FOREIGN = "foreign"
@@ -147,7 +148,7 @@ def _decide(call: Call, signature: Signature, wish: Wish) -> Binding:
     found = selector.memory.find(view.environment, signature)
     mode = view.settings.mode
     if mode in ("tune", "record") and (found is None or selector.find(view) is None):
-        selector.note_pending(view.environment, signature, "first met under torch.compile")
+        selector.notes.note_pending(view.environment, signature, "first met under torch.compile")
     if found is not None:
         events.count("memory_hits" if found[1] in ("memory", "tuned") else "disk_hits")
         may_plan = view.settings.dynamic is not True and not symbols_of(call)

@@ -208,7 +208,7 @@ def recover(
         "smartattn.cache.forget() lifts it",
         binding.route, binding.signature, shorten(reason, 200), safe.name,
     )  # fmt: skip
-    selector.quarantine(binding, reason)
+    selector.notes.quarantine(binding, reason)
     wish.unbind(hot_key)
     return output
 

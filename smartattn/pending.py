@@ -34,7 +34,7 @@ def pending_signatures() -> tuple[tuple[torch.device, Signature], ...]:
     """Return what is pending for the devices of this process, each once."""
     found: dict[str, tuple[torch.device, Signature]] = {}
     devices = {device.type: device for device in devices_here()}
-    for environment, signature in selector.pending():
+    for environment, signature in selector.notes.pending():
         device = devices.get(signature.device_type)
         if device is not None and environment == environment_of(device):
             found[str(signature)] = device, signature

@@ -20,17 +20,18 @@ from smartattn.buckets import bucket_of
 from smartattn.choice import Choice, choose, has_plan
 from smartattn.clocks import Clock, clock_for
 from smartattn.environment import Environment, environment_of
-from smartattn.errors import MissingRecordError, RouteUnavailableError
 from smartattn.history import CountedRunner, History
 from smartattn.locks import tuning_lock
 from smartattn.memory import Memory
-from smartattn.record import Failed, Invalid, Outcome, Record, Timed
+from smartattn.notes import Notes
+from smartattn.passes import interrupted_route, shared_route
+from smartattn.record import Outcome, Record, Timed
 from smartattn.routes import Route, routes_for
-from smartattn.settings import Settings, settings
+from smartattn.settings import WRITING_MODES, Settings, settings
 from smartattn.signature import Call, Signature
 from smartattn.store import Store
 from smartattn.tuner import Tuning, TuningAbortedError
-from smartattn.view import View
+from smartattn.view import View, missing_record, outcome_reasons, unavailable
 from smartattn.wishes import Binding, Wish
 
 LOCK_WAIT_S = 5.0
@@ -42,10 +43,6 @@ Source: a tuning then adds at most 5 % to what was spent already.
 """
 RETRY_CALLS = 64
 """Calls after which a safe default that stood in for a busy tuning is looked at again (inference only)."""
-MAX_PENDING = 4096
-WRITING_MODES = ("tune", "record")
-IN_GRAPH = "in a compiled graph"
-"""Note of a binding that stands in a compiled graph."""
 CAPTURED = "first met while a graph was captured"
 """Note of a binding that stands in a captured graph; outside of it the call is still to be tuned."""
 INTERRUPTED = "for the backward of a forward before the last change"
@@ -57,6 +54,7 @@ class Selector:
 
     Attributes:
         history: counts of calls per length.
+        notes: pending signatures and quarantine.
         clock: factory of clocks; tests put a fake one here.
         spent_s: seconds that tunings of this process took.
         recorder: while set, told of every first sight, which then takes the safe default; pre-warming collects by it.
@@ -64,6 +62,7 @@ class Selector:
 
     def __init__(self) -> None:
         self.history = History()
+        self.notes = Notes(lambda: self.memory.store)
         self.clock: Callable[[torch.device], Clock] = clock_for
         self.spent_s = 0.0
         self.recorder: Callable[[torch.device, Signature], None] | None = None
@@ -72,8 +71,6 @@ class Selector:
         self._lock = threading.RLock()
         self._aborted = ""
         self._planned: set[str] = set()
-        self._pending: dict[str, tuple[Environment, Signature]] = {}
-        self._quarantine: dict[tuple[str, str], dict[str, str]] = {}
         self._sightings: dict[str, int] = {}
 
     @property
@@ -102,10 +99,7 @@ class Selector:
     def view(self, device: torch.device, signature: Signature, wish: Wish) -> View:
         """Return what may serve a signature on a device."""
         environment = environment_of(device)
-        stored = self.memory.store.quarantined(environment, signature)
-        quarantined = {name: entry.reason for name, entry in stored.items()}
-        quarantined |= self._quarantine.get((environment.digest, signature.digest), {})
-        return View(signature, environment, wish, wish.settings(), quarantined)
+        return View(signature, environment, wish, wish.settings(), self.notes.quarantined(environment, signature))
 
     def decide(self, call: Call, signature: Signature, wish: Wish) -> Binding:
         """Return the binding for a first sight; tunes when mode and circumstances allow.
@@ -119,9 +113,14 @@ class Selector:
             only = _only_route(view)
             if only is not None:
                 return _bind(view, only, "explicit")
-        shared = self._interrupted(view) or self._shared(view)
+        interrupted = interrupted_route(view)
+        if interrupted is not None:
+            return _bind(view, *interrupted, note=INTERRUPTED)
+        shared = shared_route(view, self.memory)
         if shared is not None:
-            return shared
+            if shared[1] and view.settings.mode in WRITING_MODES:
+                self.notes.note_pending(view.environment, signature, "takes the route of its other pass")
+            return _bind(view, shared[0], "other pass")
         if self.recorder is not None:
             self.recorder(call.query.device, signature)
             return self.safe_default(view)
@@ -138,41 +137,8 @@ class Selector:
         if mode == "error":
             raise missing_record(signature)
         if mode == "record":
-            self.note_pending(view.environment, signature, "met in mode 'record'")
+            self.notes.note_pending(view.environment, signature, "met in mode 'record'")
         return self.safe_default(view)
-
-    def _interrupted(self, view: View) -> Binding | None:
-        """Bind, for a recompute alone, the route of a forward that ran before choices were made anew."""
-        if not view.signature.wants_grad or versions.graph_task_id() == -1:
-            return None
-        for other in tuple(view.wish.former.values()):
-            if other.signature == view.signature and other.note != IN_GRAPH:
-                route = view.route(other.route)
-                return None if route is None else _bind(view, route, other.origin, note=INTERRUPTED)
-        return None
-
-    def _shared(self, view: View) -> Binding | None:
-        """Bind the route that the same call took in the other pass, where both passes must have one.
-
-        With dropout each route draws numbers of its own. And a training call first met in a backward pass is the
-        recompute of a forward that ran without gradients.
-        """
-        signature = view.signature
-        is_recompute = signature.wants_grad and versions.graph_task_id() != -1
-        if signature.dropout == "none" and not is_recompute:
-            return None
-        for other in tuple(view.wish.bindings.values()):
-            if not _is_other_pass(other.signature, signature) or not other.route or other.note == IN_GRAPH:
-                continue
-            route = view.route(other.route)
-            found = self.memory.find(view.environment, signature)
-            is_wrong = found is not None and isinstance(found[0].outcomes.get(other.route), Invalid | Failed)
-            if route is None or is_wrong or view.reasons(route):
-                return None
-            if found is None and view.settings.mode in WRITING_MODES:
-                self.note_pending(view.environment, signature, "takes the route of its other pass")
-            return _bind(view, route, "other pass")
-        return None
 
     def find(self, view: View) -> tuple[Record, str] | None:
         """Return the record that may answer with its origin; ``None`` on a miss or when mode ``tune`` finds it stale."""
@@ -256,7 +222,7 @@ class Selector:
 
     def _unanswered(self, view: View, record: Record) -> Binding:
         if view.wish.backend is not None:
-            reasons = {r.name: _outcome_reasons(record, r, view) for r in view.wished_routes()}
+            reasons = {r.name: outcome_reasons(record, r, view) for r in view.wished_routes()}
             raise unavailable(view, reasons)
         return self.safe_default(view, record.outcomes, "no route was found valid")
 
@@ -286,7 +252,7 @@ class Selector:
 
     def _postpone(self, view: View, why: str, *, is_passing: bool = False) -> Binding:
         """Bind the nearest known choice, else the safe default, and note the signature for later."""
-        self.note_pending(view.environment, view.signature, why)
+        self.notes.note_pending(view.environment, view.signature, why)
         # In a capture a route that was never run at this length might plan, which a capture does not survive.
         near = None if why == CAPTURED else self.memory.nearest(view.environment, view.signature)
         if near is not None:
@@ -376,48 +342,9 @@ class Selector:
 
     def keep(self, environment: Environment, record: Record, now: Settings, *, is_lasting: bool = True) -> None:
         """Keep a record in memory, and on disk when the mode writes and the record will hold later too."""
-        self._pending.pop(environment.digest + record.signature.digest, None)
+        self.notes.drop_pending(environment, record.signature)
         is_published = is_lasting and now.mode in WRITING_MODES and not record.provenance.noisy
         self.memory.add(environment, record, publish=is_published)
-
-    def note_pending(self, environment: Environment, signature: Signature, why: str) -> None:
-        """Note a signature for ``tune_pending``, on disk too when the mode writes."""
-        name = environment.digest + signature.digest
-        with self._lock:
-            if name in self._pending or len(self._pending) >= MAX_PENDING:
-                return
-            self._pending[name] = environment, signature
-        events.count("pending")
-        if settings().mode in WRITING_MODES:
-            self.memory.store.note_pending(environment, signature, why)
-
-    def pending(self) -> tuple[tuple[Environment, Signature], ...]:
-        """Return what this process noted and has not tuned since."""
-        with self._lock:
-            return tuple(self._pending.values())
-
-    def quarantine(self, binding: Binding, reason: str) -> None:
-        """Keep a route away from a signature until ``cache.forget`` lifts it."""
-        signature, environment = binding.signature, binding.environment
-        with self._lock:
-            self._quarantine.setdefault((environment.digest, signature.digest), {})[binding.route] = reason
-        events.count("quarantines")
-        events.announce("quarantine", signature=str(signature), route=binding.route, reason=reason)
-        route = next((r for r in routes_for(signature) if r.name == binding.route), None)
-        if settings().mode in WRITING_MODES and route is not None:
-            version = route.backend.version()
-            self.memory.store.put_in_quarantine(environment, signature, binding.route, reason, version)
-
-    def clear_notes(self) -> None:
-        """Forget this process's own pending notes and quarantine."""
-        with self._lock:
-            self._pending.clear()
-            self._quarantine.clear()
-
-    def lift_quarantine(self, environment: Environment, signature: Signature) -> None:
-        """Forget this process's own quarantine of a signature; the store forgets its own."""
-        with self._lock:
-            self._quarantine.pop((environment.digest, signature.digest), None)
 
 
 selector = Selector()
@@ -435,11 +362,6 @@ def _is_final(view: View) -> bool:
     is_deterministic = view.signature.deterministic != "off"
     has_dropout = view.signature.dropout != "none"
     return view.signature.wants_grad or has_dropout or is_deterministic or view.settings.mode == "frozen"
-
-
-def _is_other_pass(one: Signature, other: Signature) -> bool:
-    as_other = dataclasses.replace(one, pass_name=other.pass_name, grads=other.grads)
-    return one.pass_name != other.pass_name and as_other == other
 
 
 def is_stale(record: Record) -> bool:
@@ -466,27 +388,3 @@ def _only_route(view: View) -> Route | None:
     if not eligible:
         raise unavailable(view, {route.name: view.reasons(route) for route in wished})
     return eligible[0] if len(eligible) == 1 else None
-
-
-def _outcome_reasons(record: Record, route: Route, view: View) -> tuple[str, ...]:
-    outcome = record.outcomes.get(route.name)
-    found = getattr(outcome, "reason", "")
-    return view.reasons(route) + ((f"{outcome.is_}: {found}",) if outcome is not None and found else ())
-
-
-def missing_record(signature: Signature) -> MissingRecordError:
-    """Return the error of mode ``error`` on a miss."""
-    return MissingRecordError(
-        f"nothing is stored for {signature}; mode is 'error'. Tune it first (mode 'tune', or pre-warm), or "
-        f"choose mode 'frozen' to run the safe default instead."
-    )
-
-
-def unavailable(view: View, reasons: dict[str, tuple[str, ...]]) -> RouteUnavailableError:
-    """Return the error of an explicit backend that cannot serve, from all the reasons by route."""
-    lines = "\n".join(f"  {name}: {'; '.join(found) or 'was not measured'}" for name, found in reasons.items())
-    return RouteUnavailableError(
-        f"backend={view.wish.backend!r} cannot serve {view.signature}:\n{lines}\n"
-        f"Leave backend unset to let any eligible route serve.",
-        reasons,
-    )

@@ -17,6 +17,8 @@ from typing import Any
 from smartattn.errors import SettingError, UnknownNameError
 
 MODES = ("tune", "record", "frozen", "error", "off")
+WRITING_MODES = ("tune", "record")
+"""Modes that may write to the cache folder."""
 ACCURACIES = ("standard", "strict", "approximate")
 EFFORTS = ("quick", "standard", "max")
 LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -190,7 +190,7 @@ def _put_away(view: View, record: Record, route: Route, status: str, reason: str
         route.name, status, view.signature, reason,
     )  # fmt: skip
     run = route.bind(view.signature, view.environment)
-    selector.quarantine(Binding(run, route.name, "verified", view.signature, view.environment), text)
+    selector.notes.quarantine(Binding(run, route.name, "verified", view.signature, view.environment), text)
     changed = dataclasses.replace(record, outcomes={**record.outcomes, route.name: outcome})
     selector.keep(view.environment, changed, view.settings)
     return changed

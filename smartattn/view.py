@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from smartattn.choice import STOCK
 from smartattn.environment import Environment
+from smartattn.errors import MissingRecordError, RouteUnavailableError
 from smartattn.record import Failed, Invalid, Outcome, Record, Timed
 from smartattn.routes import Route, matches, parse_route, routes_for
 from smartattn.settings import Settings
@@ -105,3 +106,28 @@ class View:
         if self.wish.backend is not None:
             return self.wished_routes()
         return tuple(route for name in SAFE_DEFAULTS if (route := self.route(name)) is not None)
+
+
+def outcome_reasons(record: Record, route: Route, view: View) -> tuple[str, ...]:
+    """Return all that speaks against a route: reasons, and what a tuning found wrong with it."""
+    outcome = record.outcomes.get(route.name)
+    found = getattr(outcome, "reason", "")
+    return view.reasons(route) + ((f"{outcome.is_}: {found}",) if outcome is not None and found else ())
+
+
+def missing_record(signature: Signature) -> MissingRecordError:
+    """Return the error of mode ``error`` on a miss."""
+    return MissingRecordError(
+        f"nothing is stored for {signature}; mode is 'error'. Tune it first (mode 'tune', or pre-warm), or "
+        f"choose mode 'frozen' to run the safe default instead."
+    )
+
+
+def unavailable(view: View, reasons: dict[str, tuple[str, ...]]) -> RouteUnavailableError:
+    """Return the error of an explicit backend that cannot serve, from all the reasons by route."""
+    lines = "\n".join(f"  {name}: {'; '.join(found) or 'was not measured'}" for name, found in reasons.items())
+    return RouteUnavailableError(
+        f"backend={view.wish.backend!r} cannot serve {view.signature}:\n{lines}\n"
+        f"Leave backend unset to let any eligible route serve.",
+        reasons,
+    )

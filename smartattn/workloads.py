@@ -135,7 +135,7 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("llama3/prefill-1024", _LLAMA3, 4, 32, 8, 1024, 1024, 128, 128, mask="causal", tags=("prefill",)),
     Workload("llama3/decode-4096", _LLAMA3, 8, 32, 8, 1, 4096, 128, 128, layout="bhsd", tags=("decode",), trains=False),
     Workload(
-        "llama3/speculative", _LLAMA3, 8, 32, 8, 4, 4096, 128, 128, layout="bhsd", mask="bool",
+        "llama3/speculative", _LLAMA3, 32, 32, 8, 4, 4096, 128, 128, layout="bhsd", mask="bool",
         tags=("decode", "mask"), trains=False,
     ),
     Workload(
@@ -166,8 +166,8 @@ WORKLOADS: tuple[Workload, ...] = (
         1, 24, 24, 4608, 4608, 128, 128, tags=("encoder",),
     ),
     Workload(
-        "swin/window", "arXiv:2103.14030, Swin-T stage 1: windows of 49, 3 heads of 32, relative position bias",
-        512, 3, 3, 49, 49, 32, 32, layout="bhsd", mask="bias", tags=("window", "mask"),
+        "swin/window", "arXiv:2103.14030, Swin-T stage 1: batch 64, windows of 49, 3 heads of 32, relative position bias",
+        4096, 3, 3, 49, 49, 32, 32, layout="bhsd", mask="bias", tags=("window", "mask"),
     ),
     Workload(
         "t5/encoder", "arXiv:1910.10683, T5-base: 12 heads of 64, position bias",

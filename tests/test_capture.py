@@ -81,7 +81,7 @@ def test_after_a_capture_the_call_is_tuned():
     captured(lambda: scaled_dot_product_attention(*inputs))
     close(scaled_dot_product_attention(*inputs), SDPA(*inputs))
     assert smartattn.stats().tunings == 1
-    assert selector.pending() == ()
+    assert selector.notes.pending() == ()
 
 
 @pytest.mark.gpu

@@ -72,7 +72,7 @@ def test_nothing_is_tuned_in_a_backward():
     inputs = leaves(2, 4, 8, 16)
     run(inputs, use_reentrant=True)
     assert smartattn.stats().tunings == 1
-    assert [signature.pass_name for _, signature in selector.pending()] == ["train"]
+    assert [signature.pass_name for _, signature in selector.notes.pending()] == ["train"]
 
 
 def test_a_recompute_takes_the_inference_route(clock):
@@ -163,7 +163,7 @@ def test_another_tuning_between_forward_and_backward_changes_nothing(clock):
         def tune_elsewhere():
             from smartattn.pending import tune_signatures
 
-            records = tune_signatures([(CPU, signature) for _, signature in selector.pending()])
+            records = tune_signatures([(CPU, signature) for _, signature in selector.notes.pending()])
             assert records
 
         found = run(inputs, use_reentrant=False, between=tune_elsewhere)
@@ -219,7 +219,7 @@ def test_quarantine_between_forward_and_recompute(clock):
         (binding,) = all_bindings()
 
         def put_in_quarantine():
-            selector.quarantine(binding, "failed elsewhere")
+            selector.notes.quarantine(binding, "failed elsewhere")
 
         torch.testing.assert_close(run(inputs, use_reentrant=False, between=put_in_quarantine), expected(inputs))
         unbind_all()

@@ -111,7 +111,7 @@ def test_a_miss_is_stock_noted_and_never_measured(graphs):
     assert graphs.routes() == ["sdpa"]
     stats = smartattn.stats()
     assert (stats.tunings, stats.misses, stats.pending) == (0, 1, 1)
-    assert [signature for _, signature in selector.pending()] == [read_signature(Call(*inputs))]
+    assert [signature for _, signature in selector.notes.pending()] == [read_signature(Call(*inputs))]
 
 
 def test_a_record_decides(graphs):

@@ -63,6 +63,8 @@ FLOORS = {
     "wishes": 4,
     "exchange": 5,
     "memory": 5,
+    "notes": 5,
+    "passes": 5,
     "selector": 5,
     "view": 5,
     "attention": 6,
@@ -91,6 +93,7 @@ FLOORS = {
 """Module or folder of the package to its floor. ``__init__`` stands over what it exports, under the command line."""
 
 BESIDE = {
+    "passes": {"memory", "view"},
     "routes": {"output_order"},
     "settings": {"errors"},
     "buckets": {"signature"},
@@ -112,7 +115,7 @@ BESIDE = {
     "validation": {"backends", "dropout_check", "inputs", "masks", "parts", "probes", "reference", "trials"},
     "choice": {"record", "routes"},
     "store": {"locks", "stored"},
-    "selector": {"memory", "view"},
+    "selector": {"memory", "view", "notes", "passes"},
     "attention": {"compiled", "first_sight"},
     "compiled": {"first_sight"},
     "first_sight": {"mask_runner"},

@@ -6,6 +6,7 @@ class of 1; N by octave. A bucket is a hint about speed, never a permission: eli
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -45,6 +46,7 @@ class Bucket:
         return {"N": self.N, "L": self.L, "S": self.S}
 
 
+@functools.lru_cache(maxsize=8192)
 def length_range(length: int, smallest: int = 1) -> tuple[int, int]:
     """Return the bucket ``(low, high)`` that ``length`` falls into."""
     if length < smallest:
@@ -64,6 +66,7 @@ def _edge(step: int) -> int:
     return round(SMALL_LENGTH * 2 ** (step / BUCKETS_PER_OCTAVE))
 
 
+@functools.lru_cache(maxsize=1024)
 def octave_range(size: int) -> tuple[int, int]:
     """Return ``(low, high)`` of the octave that ``size`` falls into: 1, 2, 3-4, 5-8, ..."""
     high = 1 << (size - 1).bit_length()

@@ -58,9 +58,7 @@ class Environment:
     @property
     def folder(self) -> str:
         """Folder name: readable parts, then the digest that decides."""
-        word = re.sub(r"[^a-z0-9]+", "-", self.device_name.lower().removeprefix("nvidia ")).strip("-")[:24]
-        release = self.torch.partition("+")[0]
-        return f"{word or self.device_type}-{self.capability.lower()}-t{release}-{self.digest[:8]}"
+        return _folder_of(self)
 
     @property
     def sm(self) -> int:
@@ -76,6 +74,13 @@ class Environment:
 @functools.lru_cache(maxsize=64)
 def _digest_of(environment: Environment) -> str:
     return digest_of("\n".join(f"{k}={v}" for k, v in sorted(environment.to_dict().items())))
+
+
+@functools.lru_cache(maxsize=64)
+def _folder_of(environment: Environment) -> str:
+    word = re.sub(r"[^a-z0-9]+", "-", environment.device_name.lower().removeprefix("nvidia ")).strip("-")[:24]
+    release = environment.torch.partition("+")[0]
+    return f"{word or environment.device_type}-{environment.capability.lower()}-t{release}-{environment.digest[:8]}"
 
 
 def environment_of(device: torch.device) -> Environment:

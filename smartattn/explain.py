@@ -175,7 +175,7 @@ def _explain_signature(view: View, found: tuple[Record, str] | None, stock_runs:
         "bucket": str(bucket_of(signature)),
         "stock_runs": stock_runs,
         "outcomes": outcomes,
-        "num_calls": selector.history.num_calls(signature.family, str(signature)),
+        "num_calls": selector.history.num_calls(signature),
     }
     if found is None or choice is None:
         route = view.safe_route(outcomes)

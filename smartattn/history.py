@@ -5,16 +5,20 @@ Counts live in the runners that were bound while a plan was in question; a hit o
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
 from smartattn.backends.base import Runner
+from smartattn.signature import Signature
 
 MAX_LENGTHS_PER_FAMILY = 4096
+NUM_LATEST = 64
+"""Lengths that tell how often the next one may come back: what a program did lately, at a bounded cost."""
 
 
 class CountedRunner:
@@ -45,35 +49,37 @@ class History:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._families: dict[str, OrderedDict[str, list[CountedRunner]]] = {}
+        self._families: dict[Hashable, OrderedDict[Hashable, list[CountedRunner]]] = {}
 
-    def watch(self, family: str, signature_text: str, counted: CountedRunner) -> None:
+    def watch(self, signature: Signature, counted: CountedRunner) -> None:
         """Count the calls of ``counted`` towards a signature."""
         with self._lock:
-            lengths = self._families.setdefault(family, OrderedDict())
-            lengths.setdefault(signature_text, []).append(counted)
-            lengths.move_to_end(signature_text)
+            lengths = self._families.setdefault(signature.family_key, OrderedDict())
+            lengths.setdefault(signature.lengths, []).append(counted)
+            lengths.move_to_end(signature.lengths)
             while len(lengths) > MAX_LENGTHS_PER_FAMILY:
                 lengths.popitem(last=False)
 
-    def num_calls(self, family: str, signature_text: str) -> int:
+    def num_calls(self, signature: Signature) -> int:
         """Return the calls counted at this exact signature."""
-        with self._lock:
-            return sum(counted.num_calls for counted in self._families.get(family, {}).get(signature_text, ()))
+        lengths = self._families.get(signature.family_key)
+        found = None if lengths is None else lengths.get(signature.lengths)
+        return 0 if found is None else sum(counted.num_calls for counted in tuple(found))
 
-    def num_lengths(self, family: str) -> int:
+    def num_lengths(self, signature: Signature) -> int:
         """Return how many exact signatures of a family were counted."""
-        with self._lock:
-            return len(self._families.get(family, ()))
+        return len(self._families.get(signature.family_key, ()))
 
-    def expected_calls(self, family: str, signature_text: str) -> float:
+    def expected_calls(self, signature: Signature) -> float:
         """Return how often a new length of a family may be expected to come back.
 
-        The mean over the family's other lengths; infinite while there is no other, since most programs have one shape.
+        The mean over the family's other lengths, the latest ones; infinite while there is no other, since most programs
+        have one shape.
         """
         with self._lock:
-            lengths = self._families.get(family, {})
-            others = [sum(c.num_calls for c in found) for text, found in lengths.items() if text != signature_text]
+            lengths = self._families.get(signature.family_key, OrderedDict())
+            latest = list(itertools.islice(reversed(lengths.items()), NUM_LATEST + 1))
+        others = [sum(c.num_calls for c in found) for key, found in latest if key != signature.lengths]
         return sum(others) / len(others) if others else float("inf")
 
     def clear(self) -> None:

@@ -26,6 +26,7 @@ class Memory:
         self.store = store
         self._lock = threading.Lock()
         self._records: dict[tuple[str, str], tuple[Record, str]] = {}
+        self._exact: set[Signature] = set()
 
     def find(self, environment: Environment, signature: Signature) -> tuple[Record, str] | None:
         """Return the record for a signature with its origin: its own, else its bucket's, else ``None``.
@@ -58,6 +59,12 @@ class Memory:
     def _remember(self, environment: Environment, digest: str, record: Record, origin: str) -> None:
         with self._lock:
             self._records[environment.digest, digest] = record, origin
+            if record.bucket is None:
+                self._exact.add(record.signature)
+
+    def has_exact(self, signature: Signature) -> bool:
+        """Return whether memory has a record of this signature's own."""
+        return signature in self._exact
 
     def nearest(self, environment: Environment, signature: Signature) -> Record | None:
         """Return the record of the same family whose lengths are closest, among those in memory."""
@@ -78,11 +85,13 @@ class Memory:
         with self._lock:
             for digest in (signature.digest, bucket.digest):
                 self._records.pop((environment.digest, digest), None)
+            self._exact.discard(signature)
 
     def clear(self) -> None:
         """Forget every record in memory; files stay."""
         with self._lock:
             self._records.clear()
+            self._exact.clear()
 
 
 def _distance(one: Signature, other: Signature) -> float:

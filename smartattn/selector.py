@@ -32,7 +32,7 @@ from smartattn.signature import Call, Signature
 from smartattn.store import Store
 from smartattn.tuner import Tuning, TuningAbortedError
 from smartattn.view import View, missing_record, outcome_reasons, unavailable
-from smartattn.wishes import Binding, Wish
+from smartattn.wishes import Binding, Known, Wish, known_key
 
 LOCK_WAIT_S = 5.0
 """How long a first sight waits while another thread or process tunes, before it takes the safe default."""
@@ -41,6 +41,8 @@ EXACT_TUNING_RATIO = 20.0
 
 Source: a tuning then adds at most 5 % to what was spent already.
 """
+MAX_KNOWN = 4096
+"""Buckets whose last decision is kept ready per wish."""
 RETRY_CALLS = 64
 """Calls after which a safe default that stood in for a busy tuning is looked at again (inference only)."""
 CAPTURED = "first met while a graph was captured"
@@ -70,7 +72,8 @@ class Selector:
         self._layers: tuple[Path | None, tuple[Path, ...]] | None = None
         self._lock = threading.RLock()
         self._aborted = ""
-        self._planned: set[str] = set()
+        self._version = 0
+        self._planned: set[Signature] = set()
         self._sightings: dict[str, int] = {}
 
     @property
@@ -108,6 +111,9 @@ class Selector:
             RouteUnavailableError: when ``backend`` was named and none of its routes can serve.
             MissingRecordError: in mode ``error`` on a miss.
         """
+        known = self._decide_known(call, signature, wish)
+        if known is not None:
+            return known
         view = self.view(call.query.device, signature, wish)
         if wish.backend is not None:
             only = _only_route(view)
@@ -140,6 +146,34 @@ class Selector:
             self.notes.note_pending(view.environment, signature, "met in mode 'record'")
         return self.safe_default(view)
 
+    def _decide_known(self, call: Call, signature: Signature, wish: Wish) -> Binding | None:
+        """Bind a new length of a bucket as the length before it; ``None`` when that needs a closer look.
+
+        Note:
+            One look-up and the eligibility of one route: a loop whose lengths grow meets this at every step.
+        """
+        if signature.wants_grad or self.recorder is not None or self.notes.has_quarantine:
+            return None
+        known = wish.known.get(known_key(signature))
+        if known is None or known.version != self._version or signature in self._planned:
+            return None
+        if self.history.num_calls(signature) or self.memory.has_exact(signature):
+            return None
+        environment = environment_of(call.query.device)
+        if environment != known.environment or self.memory.store.has_quarantine(environment):
+            return None
+        if known.route.reasons(signature, environment):
+            return None
+        events.count("memory_hits")
+        return self._bind_choice(signature, known)
+
+    def _bind_choice(self, signature: Signature, known: Known) -> Binding:
+        run = known.route.bind(signature, known.environment)
+        if known.limit is not None or known.in_question:
+            run = CountedRunner(run, known.limit)
+            self.history.watch(signature, run)
+        return Binding(run, known.route.name, known.origin, signature, known.environment, known.choice)
+
     def find(self, view: View) -> tuple[Record, str] | None:
         """Return the record that may answer with its origin; ``None`` on a miss or when mode ``tune`` finds it stale."""
         found = self.memory.find(view.environment, view.signature)
@@ -156,21 +190,21 @@ class Selector:
         if record.signature == signature or _is_final(view):
             return False
         choice = self.consider(view, record)
-        num_calls = self.history.num_calls(signature.family, str(signature))
+        num_calls = self.history.num_calls(signature)
         return choice is not None and num_calls >= _exact_tuning_calls(view, choice)
 
     def consider(self, view: View, record: Record) -> Choice | None:
         """Return what a record says is best for this exact signature now; ``None`` when nothing in it may serve."""
-        signature, text = view.signature, str(view.signature)
-        num_calls: float = self.history.num_calls(signature.family, text)
+        signature = view.signature
+        num_calls: float = self.history.num_calls(signature)
         if _is_final(view):
-            num_calls = max(num_calls, self.history.expected_calls(signature.family, text))
+            num_calls = max(num_calls, self.history.expected_calls(signature))
         return choose(
             record.outcomes,
             view.is_allowed(record),
             dynamic=_dynamic(view, record),
             num_calls=num_calls,
-            is_planned=text in self._planned,
+            is_planned=signature in self._planned,
         )
 
     def bind_record(self, view: View, record: Record, origin: str) -> Binding | None:
@@ -179,20 +213,29 @@ class Selector:
         Note:
             An inference choice that waits for a plan to pay, or for its own tuning, counts its calls and asks again.
         """
-        signature, text = view.signature, str(view.signature)
+        signature = view.signature
         choice = self.consider(view, record)
         route = None if choice is None else view.route(choice.route)
         if choice is None or route is None:
             return None
-        num_calls = self.history.num_calls(signature.family, text)
-        limits = [] if _is_final(view) else self._limits(view, record, choice, num_calls)
-        in_question = any(isinstance(o, Timed) and has_plan(o) for o in record.outcomes.values())
-        binding = _bind(view, route, origin, choice)
-        if not limits and not in_question:
-            return binding
-        counted = CountedRunner(binding.run, min(limits, default=None))
-        self.history.watch(signature.family, text, counted)
-        return Binding(counted, route.name, origin, signature, view.environment, choice)
+        num_calls = self.history.num_calls(signature)
+        is_final = _is_final(view)
+        limits = [] if is_final else self._limits(view, record, choice, num_calls)
+        known = Known(
+            version=self._version,
+            environment=view.environment,
+            route=route,
+            choice=choice,
+            origin=origin,
+            limit=min(limits, default=None),
+            in_question=any(isinstance(o, Timed) and has_plan(o) for o in record.outcomes.values()),
+        )
+        is_typical = num_calls == 0 and record.bucket is not None and record.signature != signature
+        if is_typical and not is_final and view.wish.backend is None and not view.quarantined:
+            if len(view.wish.known) >= MAX_KNOWN:
+                view.wish.known.clear()
+            view.wish.known[known_key(signature)] = known
+        return self._bind_choice(signature, known)
 
     def _limits(self, view: View, record: Record, choice: Choice, num_calls: int) -> list[int]:
         found = [choice.break_even_calls - num_calls] if choice.faster else []
@@ -336,7 +379,7 @@ class Selector:
         # What lacked memory, or has nothing to run, is a fact about this moment and not about the signature.
         is_lasting = not tuning.lacks_memory and any(isinstance(o, Timed) for o in record.outcomes.values())
         self.keep(view.environment, record, view.settings, is_lasting=is_lasting)
-        self._planned.add(str(view.signature))
+        self._planned.add(view.signature)
         events.announce("tuning", signature=str(view.signature), seconds=taken_s, record=record.to_dict())
         return record
 
@@ -345,6 +388,7 @@ class Selector:
         self.notes.drop_pending(environment, record.signature)
         is_published = is_lasting and now.mode in WRITING_MODES and not record.provenance.noisy
         self.memory.add(environment, record, publish=is_published)
+        self._version += 1
 
 
 selector = Selector()

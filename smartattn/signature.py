@@ -16,6 +16,7 @@ import functools
 import hashlib
 import math
 import operator
+import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -165,6 +166,16 @@ class Signature:
         return _text(self, with_lengths=False) + square
 
     @property
+    def family_key(self) -> tuple[object, ...]:
+        """What ``family`` says, as a key that is cheaper than its text."""
+        return _FAMILY_FIELDS(self), len(self.batch), self.L == self.S
+
+    @property
+    def lengths(self) -> tuple[tuple[int, ...], int, int]:
+        """What is not in ``family``: batch sizes, L and S."""
+        return self.batch, self.L, self.S
+
+    @property
     def digest(self) -> str:
         """Name of this signature's files."""
         return digest_of(str(self))
@@ -202,6 +213,9 @@ _CHOICES = {
 # Sizes are plain digits, few enough for any machine; int() would also take other scripts and underscores.
 _SIZE = re.compile(r"[1-9][0-9]{0,14}")
 _SIZES = ("Hq", "H", "L", "S", "E", "Ev")
+_FAMILY_FIELDS = operator.attrgetter(
+    *(field.name for field in dataclasses.fields(Signature) if field.name not in ("batch", "L", "S"))
+)
 _DEFAULTS = {field.name: field.default for field in dataclasses.fields(Signature)}
 
 

@@ -88,6 +88,8 @@ class Store:
         if not stored.is_digest(digest):
             return None
         for root, origin in self._places():
+            if not os.path.exists(f"{root}{os.sep}{VERSION_FOLDER}{os.sep}{environment.folder}{os.sep}{RECORDS}{os.sep}{digest}.json"):  # noqa: PTH110 - the usual miss, at the price of one stat
+                continue
             folder = files.resolve_folder(root, VERSION_FOLDER, environment.folder, RECORDS)
             if folder is not None:
                 is_own = stored.own_of(environment, environment.folder)
@@ -172,6 +174,17 @@ class Store:
             if entry.signature == signature:
                 found[entry.route_name] = entry
         return found
+
+    def has_quarantine(self, environment: Environment) -> bool:
+        """Return whether any route may be in quarantine here: whether such a folder exists at all.
+
+        Note:
+            One stat per layer.
+        """
+        if self._unwritten_quarantine.get(environment.digest):
+            return True
+        folder = f"{VERSION_FOLDER}{os.sep}{environment.folder}{os.sep}{QUARANTINE}"
+        return any(os.path.exists(f"{root}{os.sep}{folder}") for root, _ in self._places())  # noqa: PTH110 - called per new length
 
     def quarantine_entries(self) -> Iterator[QuarantineEntry]:
         """Yield every quarantined route of all environments and layers."""

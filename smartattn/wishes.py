@@ -6,15 +6,17 @@ state of their own, and survive ``deepcopy``, ``pickle`` and ``spawn`` without c
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from smartattn.backends.base import Runner
+from smartattn.buckets import length_range, octave_range
 from smartattn.choice import Choice
 from smartattn.environment import Environment
-from smartattn.routes import check_route_name
+from smartattn.routes import Route, check_route_name
 from smartattn.settings import ACCURACIES, MODES, Settings, check_choice, settings
 from smartattn.signature import Signature
 
@@ -48,16 +50,49 @@ class Binding:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the last length of a bucket was given, for the next one.
+
+    Attributes:
+        version: of the selector's knowledge; another one makes this stale.
+        environment: where it runs.
+        route: that was chosen.
+        choice: behind it.
+        origin: of the record.
+        limit: calls after which a length asks again; ``None`` for never.
+        in_question: whether calls are counted.
+    """
+
+    version: int
+    environment: Environment
+    route: Route
+    choice: Choice
+    origin: str
+    limit: int | None
+    in_question: bool
+
+
+def known_key(signature: Signature) -> Hashable:
+    """Return what the lengths of one bucket share."""
+    N, L, S = octave_range(max(1, signature.N)), length_range(signature.L, 2), length_range(signature.S)
+    return signature.family_key, N, L, S
+
+
 class Wish:
     """Arguments of one place, and its table of bound choices.
 
     Attributes:
         table: hot key to runner; read without a lock.
         bindings: hot key to the whole binding, for failures and inspection.
+        known: what the last length of each bucket was given.
         former: the bindings before the last change; a backward that the change interrupted still meets them.
     """
 
-    __slots__ = ("accuracy", "backend", "bindings", "double_backward", "dynamic", "former", "mode", "recognizes", "table")
+    __slots__ = (
+        "_settings", "accuracy", "backend", "bindings", "double_backward", "dynamic", "former", "known", "mode",
+        "recognizes", "table",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -77,6 +112,8 @@ class Wish:
         self.table: dict[Hashable, Runner] = {}
         self.bindings: dict[Hashable, Binding] = {}
         self.former: dict[Hashable, Binding] = {}
+        self.known: dict[Hashable, Known] = {}
+        self._settings: tuple[Settings, Settings] | None = None
 
     @property
     def arguments(self) -> tuple[str | None, str | None, str | None, bool | None, bool]:
@@ -91,10 +128,12 @@ class Wish:
 
     def settings(self) -> Settings:
         """Return the process's settings with this wish's own on top."""
-        import dataclasses  # noqa: PLC0415 - only first sights come here
-
-        changes = {"mode": self.mode, "accuracy": self.accuracy, "dynamic": self.dynamic}
-        return dataclasses.replace(settings(), **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]  # each value was checked for its field
+        now = settings()
+        if self._settings is None or self._settings[0] is not now:
+            changes = {"mode": self.mode, "accuracy": self.accuracy, "dynamic": self.dynamic}
+            own = dataclasses.replace(now, **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]  # each value was checked for its field
+            self._settings = now, own
+        return self._settings[1]
 
     def bind(self, hot_key: Hashable, binding: Binding) -> None:
         """Keep a choice for ``hot_key``; takes the lock."""
@@ -175,7 +214,7 @@ def unbind_all() -> None:
     """Forget every bound choice of every wish; records stay."""
     with _lock:
         for wish in _wishes.values():
-            wish.table = {}
+            wish.table, wish.known = {}, {}
             wish.former, wish.bindings = wish.bindings or wish.former, {}
 
 

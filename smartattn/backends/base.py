@@ -12,7 +12,7 @@ the operators below ``scaled_dot_product_attention`` check nothing: a wrong stri
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -116,33 +116,51 @@ class Backend(ABC):
 
 
 def declared_reasons(can: Capabilities, signature: Signature) -> tuple[str, ...]:
-    """Turn declared capabilities into the reasons they give against a signature: limit, value seen, remedy."""
+    """Turn declared capabilities into the reasons they give against a signature: limit, value seen, remedy.
+
+    Note:
+        Asked again for every new exact shape, so the texts are only made where they are needed.
+    """
     s = signature
-    head_dims = sorted({s.E, s.Ev})
-    checks = (
-        (bool(can.device_types) and s.device_type not in can.device_types,
-         f"runs on {', '.join(can.device_types)}; the tensors are on {s.device_type}"),
-        (s.dtype not in can.dtypes, f"takes {', '.join(can.dtypes)}; dtype is {s.dtype}"),
-        (not takes_mask(can.masks, s), f"takes masks of class {', '.join(can.masks)}; this one is {s.mask}"),
-        (bool(can.ranks) and s.rank not in can.ranks,
-         f"takes {' or '.join(map(str, can.ranks))} dimensions; there are {s.rank}"),
-        (can.max_head_dim is not None and head_dims[-1] > (can.max_head_dim or 0),
-         f"takes head dims up to {can.max_head_dim}; this one is {head_dims[-1]}"),
-        (any(d % can.head_dim_multiple for d in head_dims),
-         f"takes head dims that are multiples of {can.head_dim_multiple}; E is {s.E}, Ev is {s.Ev}"),
-        (not can.supports_different_head_dims and s.E != s.Ev, f"needs E equal to Ev; they are {s.E} and {s.Ev}"),
-        (not can.supports_groups and s.Hq != s.H, f"needs equal heads; there are {s.Hq} query and {s.H} key heads"),
-        (not can.supports_training and s.wants_grad, "has no backward; gradients are wanted"),
-        (not can.supports_mask_grad and "m" in s.grads, "gives no gradient for the mask; one is wanted"),
-        (not can.supports_dropout and s.dropout != "none", "has no dropout; dropout_p is above 0"),
-        (not can.supports_non_positive_scale and s.scale == "non_positive", "needs a positive scale"),
-        (can.needs_unit_last_stride and not all(layout.has_unit_last_stride for layout in s.layouts),
-         "needs the elements of the head dim side by side; make query, key and value contiguous"),
-        (can.needs_aligned_start and not all(layout.has_aligned_start for layout in s.layouts),
-         "needs query, key and value to start on a multiple of 16 bytes; a view starts between"),
-        (not can.is_deterministic and s.deterministic == "strict", "is not deterministic; strict mode is on"),
-    )  # fmt: skip
-    return tuple(text for is_against, text in checks if is_against)
+    widest, rest = max(s.E, s.Ev), s.E % can.head_dim_multiple or s.Ev % can.head_dim_multiple
+    found: list[str] = []
+    if can.device_types and s.device_type not in can.device_types:
+        found.append(f"runs on {', '.join(can.device_types)}; the tensors are on {s.device_type}")
+    if s.dtype not in can.dtypes:
+        found.append(f"takes {', '.join(can.dtypes)}; dtype is {s.dtype}")
+    if not takes_mask(can.masks, s):
+        found.append(f"takes masks of class {', '.join(can.masks)}; this one is {s.mask}")
+    if can.ranks and s.rank not in can.ranks:
+        found.append(f"takes {' or '.join(map(str, can.ranks))} dimensions; there are {s.rank}")
+    if can.max_head_dim is not None and widest > can.max_head_dim:
+        found.append(f"takes head dims up to {can.max_head_dim}; this one is {widest}")
+    if rest:
+        found.append(f"takes head dims that are multiples of {can.head_dim_multiple}; E is {s.E}, Ev is {s.Ev}")
+    if not can.supports_different_head_dims and s.E != s.Ev:
+        found.append(f"needs E equal to Ev; they are {s.E} and {s.Ev}")
+    if not can.supports_groups and s.Hq != s.H:
+        found.append(f"needs equal heads; there are {s.Hq} query and {s.H} key heads")
+    if not can.supports_training and s.wants_grad:
+        found.append("has no backward; gradients are wanted")
+    if not can.supports_mask_grad and "m" in s.grads:
+        found.append("gives no gradient for the mask; one is wanted")
+    if not can.supports_dropout and s.dropout != "none":
+        found.append("has no dropout; dropout_p is above 0")
+    if not can.supports_non_positive_scale and s.scale == "non_positive":
+        found.append("needs a positive scale")
+    if not can.is_deterministic and s.deterministic == "strict":
+        found.append("is not deterministic; strict mode is on")
+    return (*found, *_memory_reasons(can, s))
+
+
+def _memory_reasons(can: Capabilities, signature: Signature) -> Iterator[str]:
+    query, key, value = signature.layouts
+    has_unit_strides = query.has_unit_last_stride and key.has_unit_last_stride and value.has_unit_last_stride
+    if can.needs_unit_last_stride and not has_unit_strides:
+        yield "needs the elements of the head dim side by side; make query, key and value contiguous"
+    has_aligned_starts = query.has_aligned_start and key.has_aligned_start and value.has_aligned_start
+    if can.needs_aligned_start and not has_aligned_starts:
+        yield "needs query, key and value to start on a multiple of 16 bytes; a view starts between"
 
 
 def takes_mask(allowed: tuple[str, ...], signature: Signature) -> bool:

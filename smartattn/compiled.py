@@ -73,7 +73,7 @@ def attend_compiled(
         attn_mask, is_causal = None, True
     elif isinstance(attn_mask, Mask):
         attn_mask = attn_mask.dense(query.size(-2), key.size(-2), query.device)
-    if torch.compiler.is_exporting():
+    if versions.is_exporting():
         return versions.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     hook = versions.trace_hook()
     hook(_look)

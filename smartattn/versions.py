@@ -321,3 +321,11 @@ def symbols_in(size: int | torch.SymInt) -> frozenset[Any]:
 def is_symbol(size: int | torch.SymInt) -> bool:
     """Return whether a size is one bare symbol."""
     return not isinstance(size, int) and bool(size.node.expr.is_symbol)
+
+
+def is_exporting() -> bool:
+    """Return whether ``torch.export`` traces this code.
+
+    Traced by Dynamo, PyTorch's own function of this name is true in every graph of torch 2.11.
+    """
+    return bool(torch.compiler._is_exporting_flag)

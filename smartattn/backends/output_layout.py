@@ -50,6 +50,9 @@ def in_order(output: torch.Tensor, query: torch.Tensor, order: str) -> torch.Ten
 def like_query(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Return ``output`` with its axes in memory in the order in which those of ``query`` lie."""
     strides = query.stride()
+    if 0 in strides:
+        # An expanded axis stays where it stands; PyTorch's own rule for new tensors says where that is.
+        strides = torch.empty_like(query, device="meta").stride()
     order = sorted(range(query.dim() - 1), key=lambda axis: (-strides[axis], axis))
     order.append(query.dim() - 1)
     back = [order.index(axis) for axis in range(query.dim())]

@@ -23,7 +23,7 @@ def negative(L: int, S: int, dtype: torch.dtype, *, logit: float = -120.0, **res
     return call._replace(query=made[0], key=made[1], value=made[2])
 
 
-@pytest.mark.parametrize("S", [64, 192, 704 - 512])
+@pytest.mark.parametrize("S", [64, 192])
 @pytest.mark.parametrize("mask", ["none", "lower", "all"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_very_negative_scores_keep_gradients(S: int, mask: str, dtype: torch.dtype):
@@ -176,11 +176,11 @@ def test_scales_without_a_value_are_pytorchs_to_answer(scale: float):
     assert smartattn.stats().passthroughs == 1
 
 
-@pytest.mark.parametrize("p", [0.1, 0.25, 0.5])
+@pytest.mark.parametrize("p", [0.1, 0.5])
 @pytest.mark.parametrize("form", ["plain", "causal", "mask"])
 def test_dropout_keeps_the_mean_and_one_mask(p: float, form: str):
     """Contract: dropout drops the wanted share, scales the rest, and drops the same forward and backward."""
-    S = 400
+    S = 200
     rest = {"plain": {}, "causal": {"is_causal": True}, "mask": {"attn_mask": torch.ones(S, S, dtype=torch.bool)}}[form]
     call = call_of(1, 2, S, 8, dropout_p=p, **rest)
     query = torch.zeros_like(call.query)

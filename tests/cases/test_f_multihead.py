@@ -263,7 +263,9 @@ def test_r140_weights_need_no_choice():
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("options", [{"add_zero_attn": True}, {"add_bias_kv": True}, {"add_bias_kv": True, "add_zero_attn": True}])
+@pytest.mark.parametrize(
+    "options", [{"add_zero_attn": True}, {"add_bias_kv": True}, {"add_bias_kv": True, "add_zero_attn": True}]
+)
 def test_n2_appended_positions_stay_visible(options: dict[str, bool], need_weights: bool):
     """With ``is_causal`` the columns of bias and zero attention are seen by every query, as with an explicit mask."""
     module = SmartMultiheadAttention(16, 2, batch_first=True, **options)

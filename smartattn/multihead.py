@@ -177,7 +177,9 @@ def _check_shapes(
     rank = query.dim()
     length, batch = (0, None) if rank == 2 else (1, 0) if module.batch_first else (0, 1)
     if rank not in (2, 3) or key.dim() != rank or value.dim() != rank:
-        raise ValueError(f"got {_given(query, key, value)}; all three must have 3 dimensions, or all three 2 for input without a batch")
+        raise ValueError(
+            f"got {_given(query, key, value)}; all three must have 3 dimensions, or all three 2 for input without a batch"
+        )
     shape = (1 if batch is None else query.size(batch), query.size(length), key.size(length))
     if not torch.compiler.is_compiling() and versions.is_jit_tracing():
         # Sizes are tensors then; comparing them would put the sizes of now into the trace.

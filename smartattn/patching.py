@@ -124,7 +124,9 @@ def patch_sdpa(
         UnknownNameError: for a backend, route, mode or accuracy that does not exist.
 
     Note:
-        Process-wide: other threads see it too. Reach and limits: see the module. A replacement that stands there
+        Process-wide: other threads see it too. Reach and limits: see the module. The values of dense masks are not
+        read, since nobody knows how all the code of a process writes its masks (see ``recognize_masks``). A replacement that stands there
         already, or is put over it later (context parallelism), keeps its calls.
     """
-    return SdpaPatch(Site(wish_of(backend, mode, accuracy, dynamic)))
+    # Whoever patches a process did not ask for its masks to be read, nor for what that costs.
+    return SdpaPatch(Site(wish_of(backend, mode, accuracy, dynamic, recognizes=False)))

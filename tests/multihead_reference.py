@@ -25,7 +25,11 @@ def reference(module, query, key, value, hidden=None, padding=None):
     N, S = k.shape[:2]
     seen = torch.zeros(N, 1, q.size(1), S, dtype=torch.double)
     if hidden is not None:
-        added = torch.zeros_like(hidden, dtype=torch.double).masked_fill(hidden, float("-inf")) if hidden.dtype == torch.bool else hidden.double()
+        added = (
+            torch.zeros_like(hidden, dtype=torch.double).masked_fill(hidden, float("-inf"))
+            if hidden.dtype == torch.bool
+            else hidden.double()
+        )
         seen = seen + added
     if padding is not None:
         seen = seen.masked_fill(padding[:, None, None, :], float("-inf"))

@@ -163,7 +163,9 @@ def test_causal_mask_with_hint_becomes_the_flag():
         found = multihead_masks.combined_mask(mask, None, True, shape, 0, query, is_batched=True, is_dense=False)
         assert found == (None, True)
     for mask in (triangle.triu(2), as_float + 1.0, as_float.tril()):
-        kept, is_causal = multihead_masks.combined_mask(mask, None, True, shape, 0, query, is_batched=True, is_dense=False)
+        kept, is_causal = multihead_masks.combined_mask(
+            mask, None, True, shape, 0, query, is_batched=True, is_dense=False
+        )
         assert kept is not None
         assert is_causal
 
@@ -171,15 +173,16 @@ def test_causal_mask_with_hint_becomes_the_flag():
 def test_masks_are_made_once_and_seen_when_written_to():
     """A stack of layers gets one combined mask; writing to a source makes another; a dead source frees it."""
     query = torch.randn(N, H, S, 6)
+
+    def combined(padding: torch.Tensor) -> torch.Tensor:
+        shape = (N, H, S, S)
+        return multihead_masks.combined_mask(None, padding, False, shape, 0, query, is_batched=True, is_dense=False)[0]
+
     padding = torch.zeros(N, S, dtype=torch.bool)
-
-    def combined() -> torch.Tensor:
-        return multihead_masks.combined_mask(None, padding, False, (N, H, S, S), 0, query, is_batched=True, is_dense=False)[0]
-
-    first = combined()
-    assert combined() is first
+    first = combined(padding)
+    assert combined(padding) is first
     padding[1, 3:] = True
-    second = combined()
+    second = combined(padding)
     assert second is not first
     assert second[1, 0, 0].tolist() == [True] * 3 + [False] * 4
     before = len(multihead_masks._table)
@@ -194,7 +197,8 @@ def test_float_mask_gets_its_gradient():
     given = inputs(stock)
     mask = torch.randn(L, S, requires_grad=True)
     gradients = [
-        torch.autograd.grad(module(*given, attn_mask=mask, need_weights=False)[0].sum(), mask)[0] for module in (stock, smart)
+        torch.autograd.grad(module(*given, attn_mask=mask, need_weights=False)[0].sum(), mask)[0]
+        for module in (stock, smart)
     ]
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-5)
     assert gradients[1].abs().max() > 0

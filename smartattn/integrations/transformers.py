@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
@@ -30,8 +30,7 @@ from smartattn.integrations.base import (
 )
 from smartattn.integrations.rebinding import Rule, rebind, sdpa_rule
 from smartattn.mask_facts import remember
-from smartattn.masks import CausalLowerRight, Mask, Window, canonicalize
-from smartattn.signature import Call
+from smartattn.masks import CausalLowerRight, Mask, Window
 from smartattn.wishes import Site, wish_of
 
 NAME = "smartattn"
@@ -75,10 +74,6 @@ def smart_attention(site: Site, module: Any, *tensors: Any, **options: Any) -> t
     if bias is not None:
         mask = _library.bias_mask(bias, _dense(mask, query, key), is_causal, query, key)
         is_causal = False
-    if isinstance(mask, Mask) and not torch.compiler.is_compiling():
-        # As a tensor whose class is remembered: what is handed to PyTorch untouched must be in PyTorch's own arguments.
-        said = canonicalize(Call(query, key, value, cast("Any", mask), 0.0, is_causal)).call
-        mask, is_causal = said.attn_mask, said.is_causal
     output = attend(
         site, query, key, value, mask, options.get("dropout", 0.0), is_causal, options.get("scaling"), is_grouped
     )

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from smartattn import cache
 from smartattn.attention import SmartAttention, scaled_dot_product_attention
+
+# Not lazily, as explain and prewarm below: a module loaded later would take the place of its function.
+from smartattn.doctor import Diagnosis, doctor
 from smartattn.errors import (
     MissingRecordError,
     RouteUnavailableError,
@@ -18,10 +21,9 @@ from smartattn.errors import (
     UnknownNameError,
 )
 from smartattn.events import Stats, add_listener, stats
-
-# Not lazily: loading the module later would put it in the place of the function of the same name.
 from smartattn.explain import Explanation, explain
 from smartattn.pending import tune_pending
+from smartattn.prewarm import Summary, prewarm, prewarm_pending, prewarm_signatures
 from smartattn.settings import Settings, configure, settings
 from smartattn.verify import Verification, verify
 from smartattn.versions import SMARTATTN
@@ -31,15 +33,18 @@ if TYPE_CHECKING:
     from smartattn.integrations import Report, replace_attention, restore_attention
     from smartattn.multihead import SmartMultiheadAttention
     from smartattn.patching import patch_sdpa
+    from smartattn.profiling import Profile, profile
 
 __version__ = SMARTATTN
 
 _LATER = {
     "Comparison": "comparison",
+    "Profile": "profiling",
     "Report": "integrations",
     "SmartMultiheadAttention": "multihead",
     "compare": "comparison",
     "patch_sdpa": "patching",
+    "profile": "profiling",
     "replace_attention": "integrations",
     "restore_attention": "integrations",
 }
@@ -58,8 +63,10 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Comparison",
+    "Diagnosis",
     "Explanation",
     "MissingRecordError",
+    "Profile",
     "Report",
     "RouteUnavailableError",
     "SettingError",
@@ -68,6 +75,7 @@ __all__ = [
     "SmartAttnError",
     "SmartMultiheadAttention",
     "Stats",
+    "Summary",
     "UnknownNameError",
     "Verification",
     "__version__",
@@ -75,8 +83,13 @@ __all__ = [
     "cache",
     "compare",
     "configure",
+    "doctor",
     "explain",
     "patch_sdpa",
+    "prewarm",
+    "prewarm_pending",
+    "prewarm_signatures",
+    "profile",
     "replace_attention",
     "restore_attention",
     "scaled_dot_product_attention",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 from smartattn import events
 from smartattn.attention import scaled_dot_product_attention
 from smartattn.buckets import bucket_of
-from smartattn.choice import STOCK, choose
+from smartattn.choice import STOCK, choose, has_plan
 from smartattn.environment import environment_of
 from smartattn.errors import SettingError
 from smartattn.formatting import format_ratio, format_table, format_us, shorten
@@ -57,7 +58,8 @@ class Warmed:
             ``noisy`` (tuned, kept in this process only); ``failed``; ``left`` (the budget was spent).
         route: what calls of it will run; empty when unknown.
         cost_us: of that route, per call.
-        stock_us: of PyTorch's own choice, per call.
+        stock_us: of PyTorch's own choice, per call at a length that repeats.
+        saved_plan_ms: that stock would pay at each new length and ``route`` does not.
         seconds: that tuning it took.
         note: why it failed or was left.
     """
@@ -67,6 +69,7 @@ class Warmed:
     route: str = ""
     cost_us: float | None = None
     stock_us: float | None = None
+    saved_plan_ms: float = 0.0
     seconds: float = 0.0
     note: str = ""
 
@@ -111,14 +114,21 @@ class Summary:
         counts = ", ".join(f"{number} {status}" for status, number in self.counts.items())
         gains = [entry.gain for entry in self.entries if entry.gain and entry.gain > 1]
         best = f"; {len(gains)} beat stock, by up to {format_ratio(max(gains))}" if gains else ""
-        return f"{len(self.entries)} signatures in {self.seconds:.1f} s: {counts}{best}."
+        plans = [entry.saved_plan_ms for entry in self.entries if entry.saved_plan_ms]
+        plan = (
+            f"; {len(plans)} save a plan of {format_us(statistics.median(plans) * 1e3)} per new length" if plans else ""
+        )
+        return f"{len(self.entries)} signatures in {self.seconds:.1f} s: {counts}{best}{plan}."
 
     def __str__(self) -> str:
-        header = ("status", "route", "per call", "vs stock", "signature")
+        header = ("status", "route", "per call", "vs stock", "plan saved", "signature")
         rows = [
-            (e.status, e.route or "-", format_us(e.cost_us), format_ratio(e.gain), e.note or e.signature)
+            (
+                e.status, e.route or "-", format_us(e.cost_us), format_ratio(e.gain),
+                format_us(e.saved_plan_ms * 1e3 or None), e.note or e.signature,
+            )
             for e in self.entries
-        ]
+        ]  # fmt: skip
         table = format_table(header, rows, width=200) + "\n" if rows else ""
         return table + self.headline()
 
@@ -382,11 +392,13 @@ def _entry(view: View, record: Record, status: str, seconds: float) -> Warmed:
     if choice is None:
         return Warmed(str(record.signature), status, seconds=seconds, note="no route was found valid")
     chosen, stock = record.outcomes[choice.route], record.outcomes.get(STOCK)
+    saves_plan = isinstance(stock, Timed) and has_plan(stock) and isinstance(chosen, Timed) and not has_plan(chosen)
     return Warmed(
         signature=str(record.signature),
         status=status,
         route=choice.route,
         cost_us=chosen.cost_us if isinstance(chosen, Timed) else None,
         stock_us=stock.cost_us if isinstance(stock, Timed) else None,
+        saved_plan_ms=stock.plan_ms if saves_plan and isinstance(stock, Timed) else 0.0,
         seconds=seconds,
     )

@@ -6,15 +6,15 @@ import argparse
 
 from rich.console import Console
 
-from smartattn import doctor as module
 from smartattn.cli.command import Command, Data
 from smartattn.cli.tables import print_table
+from smartattn.doctor import doctor as diagnose
 from smartattn.formatting import format_bytes
 
 
 def doctor() -> Data:
     """Return the diagnosis as plain data; the Python twin is ``smartattn.doctor``."""
-    return module.doctor().to_dict()
+    return diagnose().to_dict()
 
 
 def is_good(data: Data) -> bool:

@@ -195,12 +195,13 @@ def show(data: Data, console: Console) -> None:
     rows = [
         (
             each["status"], each["route"] or "-", format_us(each["cost_us"]), format_ratio(each["gain"]),
+            format_us(each["saved_plan_ms"] * 1e3 or None),
             f"{each['seconds']:.1f} s" if each["seconds"] else "-",
             short_signature(each["signature"]) + (f": {shorten(each['note'], 120)}" if each["note"] else ""),
         )
         for each in data["entries"]
     ]  # fmt: skip
-    print_table(console, ("status", "route", "per call", "vs stock", "took", "signature"), rows)
+    print_table(console, ("status", "route", "per call", "vs stock", "plan saved", "took", "signature"), rows)
     console.print(("\n" if rows else "") + data["headline"], soft_wrap=True)
 
 

@@ -21,6 +21,8 @@ ASSUMED_SAVING_RATIO = 0.5
 
 Source: on an H200 causal saves 0.66, a sliding window 0.84, documents 0.88, lower-right causal 0.4, padding 0.1 to 0.7.
 """
+MAX_LOOK_RATIO = 8.0
+"""Time of a look over its guess up to which it is believed, so that one slow first look does not end looking."""
 MAX_LEDGERS = 1024
 MIN_SHARED_USES = 4
 """Uses of a mask from which it counts as shared, where the choice must not depend on measured times."""
@@ -47,7 +49,7 @@ class Ledger:
         num_uses: calls with them.
         num_looked: masks that were looked at.
         num_found: those that were of a class.
-        looked_us: time that all looks took.
+        fastest_us: what the fastest look took, infinite before the first.
         dense_us: measured cost of a call by its dense mask, 0 while unknown.
         class_us: the same by the class that was found last.
     """
@@ -58,7 +60,7 @@ class Ledger:
     num_uses: int = 0
     num_looked: int = 0
     num_found: int = 0
-    looked_us: float = 0.0
+    fastest_us: float = math.inf
     dense_us: float = 0.0
     class_us: float = 0.0
 
@@ -66,7 +68,7 @@ class Ledger:
         """Note that a mask was looked at."""
         self.num_looked += 1
         self.num_found += is_found
-        self.looked_us += taken_us
+        self.fastest_us = min(self.fastest_us, taken_us)
 
     @property
     def expected_uses(self) -> float:
@@ -75,8 +77,8 @@ class Ledger:
 
     @property
     def look_us(self) -> float:
-        """What a look costs; the first ones hold what loading kernels took, so the guess counts as one of them."""
-        return (self.fixed_us + self.looked_us) / (1 + self.num_looked)
+        """What a look costs: the fastest, since the first ones hold what loading kernels took (up to seconds)."""
+        return self.fixed_us if math.isinf(self.fastest_us) else min(self.fastest_us, self.fixed_us * MAX_LOOK_RATIO)
 
     @property
     def gain_us(self) -> float:

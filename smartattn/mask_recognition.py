@@ -3,12 +3,19 @@
 Every class sees, in each row, one run of neighbouring keys. So each row is reduced on the device to its first and last
 visible key and their number, which tell whether it is such a run and then say all of it; they are read once, and the
 classes are compared with those short vectors on the host. Rows are read eight keys at a time.
+
+Programs make the same mask anew for every step. Once two masks of one form were alike, the next is compared with what
+is expected instead, which is one number to read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,6 +28,32 @@ _WORD = 8
 """Keys read at a time: bool elements in an int64."""
 _LANE_LIMIT = 128
 """Words added up at a time: a byte of the sum holds 255 at most."""
+_EXPECTS_ON = ("cuda",)
+"""Where comparing is quicker than reducing: a single CPU core takes 7 against 4 ms at 2048 x 2048."""
+MAX_EXPECTED = 32
+"""Forms of masks that something is expected of; each holds two numbers per row on the device."""
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """What the next mask of a form is likely to be.
+
+    Attributes:
+        runs: of the last mask, on the host.
+        start, end: (B, rows, 1) int64 on the mask's device, first visible key and the one behind the last.
+        facts: that follow.
+        is_trusted: whether the last two masks of the form were so.
+    """
+
+    runs: Runs
+    start: torch.Tensor
+    end: torch.Tensor
+    facts: Facts
+    is_trusted: bool = False
+
+
+_expected: OrderedDict[tuple[Any, ...], Expected] = OrderedDict()
+_lock = threading.Lock()
 
 
 def can_be_recognized(call: Call) -> bool:
@@ -65,6 +98,12 @@ def _find_out(mask: torch.Tensor, L: int, S: int) -> Facts:
     other = Facts("bool" if mask.dtype == torch.bool else "additive")
     visible, is_plain = _visible(mask)
     B, rows, _ = visible.shape
+    form = tuple(mask.shape), mask.stride(), mask.dtype, mask.device, L, S
+    expected = _expected.get(form) if mask.device.type in _EXPECTS_ON else None
+    if expected is not None and expected.is_trusted:
+        if _is_as_expected(visible, is_plain, expected):
+            return expected.facts
+        _note(form, dataclasses.replace(expected, is_trusted=False))
     words = _words(visible.reshape(B * rows, S))
     columns = torch.stack([*_ends(words), _counts(words)])
     # Where no element can be anything else, there is no verdict to bring along.
@@ -74,7 +113,29 @@ def _find_out(mask: torch.Tensor, L: int, S: int) -> Facts:
         return other
     runs = _runs(numbers[: columns.numel()].view(5, B, rows), S)
     found = None if runs is None else class_of(runs, L)
-    return other if found is None else _on(found, mask.device)
+    if runs is None or found is None:
+        return other
+    if expected is not None and expected.runs.are(runs.start, runs.start + runs.count):
+        _note(form, dataclasses.replace(expected, is_trusted=True))
+        return expected.facts
+    facts = _on(found, mask.device)
+    start, end = (vector.unsqueeze(-1).to(mask.device) for vector in (runs.start, runs.start + runs.count))
+    _note(form, Expected(runs, start, end, facts))
+    return facts
+
+
+def _note(form: tuple[Any, ...], expected: Expected) -> None:
+    with _lock:
+        _expected[form] = expected
+        _expected.move_to_end(form)
+        while len(_expected) > MAX_EXPECTED:
+            _expected.popitem(last=False)
+
+
+def _is_as_expected(visible: torch.Tensor, is_plain: torch.Tensor | None, expected: Expected) -> bool:
+    keys = torch.arange(visible.size(-1), device=visible.device)
+    is_same = ((keys >= expected.start) & (keys < expected.end)).eq_(visible).all()
+    return bool(is_same if is_plain is None else is_same & is_plain)
 
 
 def _on(facts: Facts, device: torch.device) -> Facts:
@@ -128,11 +189,15 @@ def _counts(words: torch.Tensor) -> torch.Tensor:
 def _runs(columns: torch.Tensor, S: int) -> Runs | None:
     """Return each row's first visible key and their number; ``None`` unless every row is one run."""
     first_word, last_word, first, last, count = columns
-    # Little-endian machines keep the first key in the lowest byte of a word.
-    start = first_word * _WORD + first.contiguous().view(torch.uint8).view(*first.shape, _WORD).argmax(-1)
-    from_end = last.contiguous().view(torch.uint8).view(*last.shape, _WORD).flip(-1).argmax(-1)
-    end = last_word * _WORD + _WORD - from_end
+    # Little-endian machines keep the first key in the lowest byte of a word; every byte is 0 or 1.
+    start = first_word * _WORD + _log2(first & -first) // _WORD
+    end = last_word * _WORD + _log2(last) // _WORD + 1
     is_empty = count == 0
     if not bool(((end - start == count) | is_empty).all()):
         return None
     return Runs(start.masked_fill(is_empty, 0), count, S)
+
+
+def _log2(words: torch.Tensor) -> torch.Tensor:
+    """Return the place of the highest bit; what float64 rounds away lies eight bits below it."""
+    return words.clamp(min=1).double().log2_().long()

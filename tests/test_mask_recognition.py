@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smartattn import mask_facts
+from smartattn import mask_facts, mask_recognition
 from smartattn.mask_facts import facts_of
 from smartattn.mask_recognition import recognize
 from smartattn.masks import Causal, CausalLowerRight, Documents, KeyPadding, Window, canonicalize
@@ -173,3 +173,27 @@ def test_facts_of_another_shape_are_not_used():
     mask = Window(2, 0).dense(1, 6)
     recognize(call_of(mask, L=1))
     assert canonicalize(call_of(mask, L=6)).mask in ("", "key_padding")
+
+
+@pytest.mark.parametrize("form", [torch.clone, additive], ids=["bool", "additive"])
+@pytest.mark.parametrize(("mask", "L"), [case[:2] for case in CASES.values()], ids=CASES)
+def test_expecting_the_same_again(monkeypatch, mask, L, form):
+    """The third mask like the two before is compared with those alone; one other element is found all the same."""
+    monkeypatch.setattr(mask_recognition, "_EXPECTS_ON", ("cpu",))
+    first, second, third = (recognize(call_of(form(mask), L=L)) for _ in range(3))
+    assert first.name == second.name == third.name
+    for index in range(mask.numel()):
+        flipped = mask.clone()
+        flipped.view(-1)[index] ^= True
+        recognize(call_of(form(mask), L=L))
+        recognize(call_of(form(mask), L=L))
+        call = call_of(form(flipped), L=L)
+        found = recognize(call)
+        fresh = mask_recognition._find_out(call.attn_mask, L, 6)
+        assert found.name == fresh.name
+        if form is torch.clone:
+            check_exact(call)
+    recognize(call_of(form(mask), L=L))
+    recognize(call_of(form(mask), L=L))
+    monkeypatch.setattr(mask_recognition, "_words", None)
+    recognize(call_of(form(mask), L=L))

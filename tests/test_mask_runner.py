@@ -298,12 +298,15 @@ def test_looked_at_when_it_pays():
     assert ledger.look_at(ledger.expected_uses) == 6
     ledger.num_uses = 40
     assert ledger.look_at(ledger.expected_uses) == 1
-    ledger.note_look(400.0, is_found=True)
+    ledger.note_look(90_000.0, is_found=True)
+    # The first look loads kernels; it is not believed, and the next one says what a look costs.
+    assert ledger.look_us == 1600.0
+    ledger.note_look(300.0, is_found=True)
     assert ledger.look_us == 300.0
     for _ in range(9):
         ledger.note_look(300.0, is_found=False)
-    # One in ten is of a class: a look gains a tenth of what it did.
-    assert ledger.look_at(20) == pytest.approx(300 / (40 * 2 / 11) + 1, abs=1)
+    # Two in eleven are of a class: a look gains a quarter of what it did.
+    assert ledger.look_at(20) == pytest.approx(300 / (40 * 3 / 12) + 1, abs=1)
     ledger.class_us = 120.0
     assert ledger.look_at(ledger.expected_uses) == float("inf")
 

@@ -46,16 +46,20 @@ def passthrough_reason(call: Call) -> str:
 
 
 def belongs_to_math(call: Call, *, double_backward: bool) -> bool:
-    """Return whether only Math has the derivatives that are taken of this call while it runs.
+    """Return whether only Math can answer this call, for a reason that no signature tells.
 
     Forward-mode differentiation (``torch.func.jvp``, ``jacfwd``, dual numbers) is visible when the call runs; that a
-    transform differentiates twice in reverse is not, so that is asked for by ``double_backward``.
+    transform differentiates twice in reverse is not, so that is asked for by ``double_backward``. Before it returned
+    zeros for empty inputs, PyTorch's function ended the process over zero heads (seen on torch 2.11.0 on CPU).
     """
     is_nested_derivative = double_backward and versions.functorch_level() is not None
-    if versions.forward_ad_level() < 0 and not is_nested_derivative:
+    may_crash = not versions.RETURNS_ZEROS_FOR_EMPTY
+    if versions.forward_ad_level() < 0 and not is_nested_derivative and not may_crash:
         return False
     is_plain = all(type(t) in _PLAIN_TYPES and not t.is_nested and t.layout == torch.strided for t in call.tensors)
-    return is_plain and not is_foreign()
+    if not is_plain or is_foreign():
+        return False
+    return versions.forward_ad_level() >= 0 or is_nested_derivative or any(0 in t.shape for t in call.tensors[:3])
 
 
 def has_unequal_lengths(call: Call) -> bool:

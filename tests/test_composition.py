@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import smartattn
-from smartattn import SmartAttention, scaled_dot_product_attention
+from smartattn import SmartAttention, scaled_dot_product_attention, versions
 from tests.fakes import tensors
 
 SDPA = F.scaled_dot_product_attention
@@ -407,10 +407,12 @@ def test_other_ranks(shape, mode):
 
 @pytest.mark.parametrize("shape", [(0, 4, 8, 16), (2, 4, 0, 16), (2, 0, 8, 16)])
 def test_empty_inputs(shape):
-    """Sizes of zero are handed over."""
+    """Sizes of zero are not ours to measure: PyTorch answers, by Math where its own function would end the process."""
     query, key, value = (torch.randn(shape) for _ in range(3))
-    same_as_sdpa(query, key, value)
-    assert smartattn.stats().passthroughs == 1
+    if versions.RETURNS_ZEROS_FOR_EMPTY:
+        same_as_sdpa(query, key, value)
+    assert scaled_dot_product_attention(query, key, value).shape == shape
+    assert smartattn.stats().misses == smartattn.stats().tunings == 0
 
 
 def test_grad_scaler_under_autocast():

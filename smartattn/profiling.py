@@ -195,6 +195,11 @@ def profile(
         raise SettingError(f"the signature is of device type {parsed.device_type!r}, and PyTorch sees none here.")
     if num_samples < 1:
         raise SettingError(f"num_samples is {num_samples!r}; it must be a whole number from 1 on.")
+    if trace_file is not None:
+        try:
+            Path(trace_file).write_bytes(b"")  # now, since the profiler itself says nothing of a failed write
+        except OSError as error:
+            raise SettingError(f"cannot write the trace {trace_file}: {error}") from error
     try:
         call = synthesize(parsed, device)
     except (RuntimeError, MemoryError, ValueError) as error:
@@ -324,10 +329,7 @@ class _Job:
             for name, trial in trials.items():
                 labelled(f"smartattn {name}", trial, 3)
 
-        try:
-            trace(work, self.device, path)
-        except (OSError, RuntimeError) as error:
-            raise SettingError(f"cannot write the trace {path}: {error}") from error
+        trace(work, self.device, path)
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:

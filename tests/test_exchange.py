@@ -180,16 +180,16 @@ def test_a_cut_off_file_gives_what_is_whole(source: Store, tmp_path: Path):
 def test_other_files_are_refused(tmp_path: Path, content: bytes):
     """What is no export of this schema is named and nothing is merged."""
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(SettingError, match="file (is no export|has schema 99)"):
+    with pytest.raises(SettingError, match=r"file (is no export|has schema 99)"):
         merge(Store(tmp_path / "target"), (tmp_path / "file",), (HERE,))
     assert not (tmp_path / "target").exists()
 
 
 def test_missing_and_unwritable_files_are_told(tmp_path: Path):
     """A file that is not there, and one that cannot be written, raise with their path."""
-    with pytest.raises(SettingError, match="cannot read .*absent"):
+    with pytest.raises(SettingError, match=r"cannot read .*absent"):
         merge(Store(tmp_path / "target"), (tmp_path / "absent",), (HERE,))
-    with pytest.raises(SettingError, match="cannot write .*all"):
+    with pytest.raises(SettingError, match=r"cannot write .*all"):
         export(Store(tmp_path / "target"), tmp_path / "absent" / "all")
 
 

@@ -29,7 +29,8 @@ def test_a_terminal_gets_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch
     with report_on(wanted=True, num_steps=2) as report:
         report(Progress(1, 2, "sdpa " + "x" * 300))
     text = sys.stderr.getvalue()
-    assert "[1/2]" in text and "\n" not in text
+    assert "[1/2]" in text
+    assert "\n" not in text
     assert max(map(len, text.split("\r"))) < 100
     assert text.endswith("\r")
 

@@ -92,6 +92,8 @@ def routes_for(signature: Signature) -> tuple[Route, ...]:
     return plain + rewritten
 
 
+WIDE = {"pad_head_dim": "pad_head_dim_64"}
+"""Rewrites to the wider forms of them."""
 _FOLDS_ITSELF = ("eager", "eager_inplace")
 """Backends that fold the query group by themselves."""
 _NEVER_REWRITTEN = ("stock", "math")
@@ -107,8 +109,13 @@ def _chains(signature: Signature, backend: Backend) -> list[tuple[Rewrite, ...]]
     repairs = _repairs(signature, backend)
     if repairs is None:
         return []
-    left = Route(repairs, backend).remaining(signature)
-    wholes = [(*repairs, *more) for more in _heads_and_masks(left, backend)]
+    found = [repairs]
+    if backend.name == "cudnn" and _BY_NAME["pad_head_dim"] in repairs:
+        # Its kernels are built for these sizes; which padding wins depends on how much is copied.
+        found.append(tuple(_BY_NAME[WIDE.get(rewrite.name, rewrite.name)] for rewrite in repairs))
+    wholes = [
+        (*one, *more) for one in found for more in _heads_and_masks(Route(one, backend).remaining(signature), backend)
+    ]
     return [whole for whole in wholes if whole and _is_thinkable(signature, Route(whole, backend))]
 
 

@@ -7,7 +7,7 @@ from smartattn.rewrites.contiguous import Contiguous
 from smartattn.rewrites.flatten_batch import FlattenBatch
 from smartattn.rewrites.gqa import ExpandKv, FoldGqa
 from smartattn.rewrites.mask_tensors import AdditiveMask, AlignMask
-from smartattn.rewrites.pad_head_dim import PadHeadDim
+from smartattn.rewrites.pad_head_dim import WIDE_MULTIPLE, PadHeadDim
 from smartattn.rewrites.promote import Promote
 from smartattn.rewrites.split_batch import SplitBatch
 
@@ -16,6 +16,7 @@ REWRITES: tuple[Rewrite, ...] = (
     FlattenBatch(),
     Contiguous(),
     PadHeadDim(),
+    PadHeadDim(WIDE_MULTIPLE),
     FoldGqa(),
     ExpandKv(),
     AdditiveMask(),

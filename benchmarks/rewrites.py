@@ -200,6 +200,7 @@ def measure(row: Row, device: torch.device, seconds: float, *, has_kernels: bool
         "chosen_error": errors["chosen"],
         "is_stock_wrong": errors["stock"] > WRONG_ERROR,
         "tuning_ms": tuning_ms,
+        "outcomes": smartattn.explain(*call).to_dict()["outcomes"],
     }
     if has_kernels and device.type == "cuda":
         found["kernels"] = kernels_of(lambda: run(*call))

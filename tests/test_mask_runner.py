@@ -289,6 +289,18 @@ def test_explain_names_the_class():
     assert smartattn.explain(query, key, value, TRIANGLE.clone()).mask == "bool"
 
 
+def test_rewrite_without_memory_for_its_copy():
+    """A rewrite whose copy would take more memory than is allowed is rejected, with the bytes that it wanted."""
+    configure(mode="tune", memory_share=0.0)
+    query, key, value = tensors(2, 3, 64, 10)
+    outcomes = smartattn.explain(query, key, value, tune=True).outcomes
+    wanted = [text for outcome in outcomes.values() for text in getattr(outcome, "reasons", ()) if "wants" in text]
+    assert any("of workspace; 0 B are allowed" in text for text in wanted)
+    torch.testing.assert_close(
+        smartattn.scaled_dot_product_attention(query, key, value), reference(query, key, value, None)
+    )
+
+
 def test_looked_at_when_it_pays():
     """The first mask is looked at at once; later ones by what earlier ones taught about their uses and gains."""
     ledger = Ledger(fixed_us=200.0, flop_us=100.0)

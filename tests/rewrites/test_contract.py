@@ -90,6 +90,18 @@ def test_padding_keeps_the_scale_of_the_true_head_dim():
     assert seen[0].scale == pytest.approx(5**-0.5)
 
 
+def test_wide_padding_fills_up_to_its_multiple():
+    """The wide form pads what the narrow one pads, further; without gradients all three share one piece of zeros."""
+    tensor = torch.randn(1, 2, 4, 100)
+    call = Call(tensor, tensor, tensor)
+    _, seen = run_captured(PadHeadDim(64), call, read_signature(call))
+    assert PadHeadDim(64).name == "pad_head_dim_64"
+    assert tuple(seen[0].query.shape) == (1, 2, 4, 128)
+    assert seen[0].query.untyped_storage().data_ptr() == seen[0].value.untyped_storage().data_ptr()
+    assert not seen[0].key[..., 100:].any()
+    torch.testing.assert_close(seen[0].key[..., :100], tensor)
+
+
 def test_aligned_rows_do_not_spread_broadcast_axes():
     """A mask that repeats itself over heads is copied once, not once per head."""
     tensor = torch.randn(2, 4, 3, 8)

@@ -242,3 +242,36 @@ def test_tensors_in_nested_data():
         rest: tuple
 
     assert [int(t) for t in tensors_in({"x": Output(a, (b, [c])), "y": 3})] == [0, 1, 2]
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    """Start a process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("wrapper", ["DDP", "fully_shard"])
+def test_distributed_wrappers(wrapper: str, is_before: bool, process_group):
+    """Replaced before or after DDP and FSDP wrap a model, gradients equal stock's and places are reached."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2)
+    x = torch.randn(2, 5, 16)
+    model(x).square().sum().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    if is_before:
+        replace_attention(model)
+    wrapped = DistributedDataParallel(model) if wrapper == "DDP" else fully_shard(model)
+    if not is_before:
+        assert len(replace_attention(wrapped).replaced) == 2
+    wrapped(x).square().sum().backward()
+    assert num_calls() == 2
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        found = parameter.grad
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        torch.testing.assert_close(found, gradient, atol=1e-5, rtol=1e-5)

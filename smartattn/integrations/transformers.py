@@ -72,6 +72,7 @@ def smart_attention(site: Site, module: Any, *tensors: Any, **options: Any) -> t
         key, value = key[:, :, :L], value[:, :, :L]
         bias = None if bias is None else bias[..., :L]
     if bias is not None:
+        # Only versions that pass a bias have this function.
         mask = _library.bias_mask(bias, _dense(mask, query, key), is_causal, query, key)
         is_causal = False
     output = attend(

@@ -13,6 +13,7 @@ import torch
 pytestmark = pytest.mark.models
 transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs transformers (extra models)")
 
+import smartattn  # noqa: E402 - after the check above
 import smartattn.integrations.transformers as integration  # noqa: E402 - as above
 from smartattn import compare, replace_attention, restore_attention  # noqa: E402 - as above
 from smartattn.masks import CausalLowerRight, Window  # noqa: E402 - as above
@@ -298,6 +299,20 @@ def test_wishes_reach_every_place():
     replace_attention(model, backend="math")
     model.eval()(**batch)
     assert {binding.route.rpartition("+")[2] for binding in all_bindings()} == {"math"}
+
+
+@pytest.mark.parametrize("name", ["bert", "mistral", "t5"])
+def test_prewarm(name: str):
+    """After ``prewarm`` of a replaced model its first real call measures nothing."""
+    model, batch = configs.TRANSFORMERS[name]()
+    model.eval()
+    replace_attention(model)
+    smartattn.prewarm(model, kwargs=batch, progress=False)
+    tuned = smartattn.stats().tunings
+    assert tuned > 0
+    run(model, batch, training=False)
+    assert smartattn.stats().tunings == tuned
+    assert num_calls() > 0
 
 
 def test_models_are_freed():

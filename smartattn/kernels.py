@@ -201,8 +201,8 @@ def _kernel(event: Mapping[str, Any], operator: Mapping[str, Any] | None) -> Ker
     name = str(event["name"])
     source = "" if operator is None else _short(str(operator["name"]))
     kind, dtypes = _kind(source, name, _dtypes(operator))
-    if event.get("cat") == "gpu_memcpy":
-        kind = "copy"
+    if event.get("cat") != "kernel":
+        kind = "copy" if event.get("cat") == "gpu_memcpy" else "other"
     occupancy = _number(_argument(event, "est. achieved occupancy %"))
     return Kernel(
         name=name,

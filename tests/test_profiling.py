@@ -45,7 +45,8 @@ def test_every_route_is_there_with_numbers_or_reasons(tmp_path: Path):
         assert by_name[name].num_kernels >= 1
         assert by_name[name].error is not None
     assert by_name["stock"].is_chosen
-    assert by_name["eager"].num_kernels == by_name["eager_inplace"].num_kernels + 1, "masked_fill copies"
+    assert by_name["eager"].num_kernels > by_name["eager_inplace"].num_kernels, "masked_fill copies"
+    assert by_name["eager"].of_kind("copy")
     json.dumps(found.to_dict())
     assert (tmp_path / "trace.json").stat().st_size > 1000
     text = str(found)
@@ -158,7 +159,7 @@ def test_reading_says_what_math_does():
 
 def test_reading_keeps_the_caveats_of_occupancy():
     """A reported 0 % is a gap of the measuring, and a low occupancy is not called slow."""
-    block = {"registers": 240, "shared_bytes": 1024, "block": (256, 1, 1)}
+    block = {"registers": 240, "shared_bytes": 131 * 1024, "block": (256, 1, 1)}
     low = Occupancy(0.125, 1, "registers")
     cudnn = Profiled(
         "cudnn",
@@ -173,8 +174,8 @@ def test_reading_keeps_the_caveats_of_occupancy():
         occupancies=(low,),
     )
     text = " ".join(read([cudnn, flash], "kernels", CEILINGS))
-    assert "cudnn: the profiler reports 0 % occupancy because it cannot attribute" in text
-    assert "its resources allow 12% (limited by registers)" in text
+    assert "cudnn: 0 % occupancy as reported is a gap of the profiler's estimate (it knows no blocks with more" in text
+    assert "this one has 131.0 KiB); the kernel's resources allow 12% (limited by registers)" in text
     assert "flash: 12% occupancy is by design (256 threads of 240 registers a block" in text
     assert "does not make it slow" in text
 
@@ -195,5 +196,5 @@ def test_the_comparison_on_a_gpu():
     found = {each.route: each for each in profile(text, num_samples=10).routes}
     assert found["math"].of_kind("cast")
     assert found["math"].of_kind("mask")
-    assert found["eager"].num_kernels == found["eager_inplace"].num_kernels + 1
+    assert found["eager"].num_kernels > found["eager_inplace"].num_kernels
     assert found["flash"].occupancies[0] is not None

@@ -15,8 +15,8 @@ from smartattn.profiling import NUM_SAMPLES
 from smartattn.profiling import profile as profile_signature
 
 CAVEAT = (
-    "Occupancy is the share of threads that can be resident; low is not slow. 0 % as reported under cuDNN is a gap of the "
-    "measuring: its launches cannot be attributed."
+    "Occupancy is the share of threads that can be resident; low is not slow. 0 % as reported, as for cuDNN, is a gap of "
+    "the measuring."
 )
 MAX_KERNELS = 8
 
@@ -128,12 +128,19 @@ def _show_kernels(route: Data, console: Console) -> None:
                 "-" if reported is None else f"{reported:.0%}",
                 "-" if computed is None else f"{computed['ratio']:.0%}",
             ]
-        rows.append((*cells, shorten(kernel["name"], 160)))
+        rows.append((*cells, _name(kernel)))
     gpu = ("regs", "shared", "block", "occ. reported", "computed") if is_gpu else ()
     print_table(console, ("  count", "time", "kind", *gpu, "name"), rows)
     left = route["kernels"][MAX_KERNELS:]
     if left:
         console.print(f"  and {len(left)} more, {format_us(sum(kernel['us'] for kernel in left))} together")
+
+
+def _name(kernel: Data) -> str:
+    """Return the operator with the kernel behind it, without the words that every kernel's name has."""
+    name = kernel["name"].removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")
+    source = kernel["operator"]
+    return shorten(name if source in ("", name) else f"{source}: {name}", 160)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

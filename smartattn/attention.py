@@ -13,10 +13,11 @@ import torch
 
 from smartattn import versions
 from smartattn.backends.base import Runner
+from smartattn.backends.stock import run_steady_stock, run_stock
 from smartattn.compiled import attend_compiled
 from smartattn.events import hot_hits
 from smartattn.first_sight import first_sight, recover
-from smartattn.wishes import Site, wish_of
+from smartattn.wishes import NO_MEMO, Memo, Site, never, wish_of
 
 _functional = torch.nn.functional
 _forward_ad = torch.autograd.forward_ad
@@ -28,6 +29,7 @@ _efficient_enabled = versions.efficient_enabled
 _cudnn_enabled = versions.cudnn_enabled
 _math_enabled = versions.math_enabled
 _is_deterministic = versions.is_deterministic
+_stock = versions.sdpa
 _CAN_MISALIGN = torch.backends.cuda.is_built()
 """Whether the start of the data can matter: only kernels on a GPU load 16 bytes at a time."""
 
@@ -38,9 +40,9 @@ def scaled_dot_product_attention(
     value: torch.Tensor,
     attn_mask: Any = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
+    is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
+    enable_gqa: bool = False,
     *,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -100,8 +102,8 @@ class SmartAttention(torch.nn.Module):
         backend: str | None = None,
         mode: str | None = None,
         accuracy: str | None = None,
-        dynamic: bool | None = None,  # noqa: FBT001 - documented order of the constructor
-        double_backward: bool = False,  # noqa: FBT001, FBT002 - as above
+        dynamic: bool | None = None,
+        double_backward: bool = False,
     ) -> None:
         super().__init__()
         self._site = Site(wish_of(backend, mode, accuracy, dynamic, double_backward))
@@ -113,7 +115,7 @@ class SmartAttention(torch.nn.Module):
         value: torch.Tensor,
         attn_mask: Any = None,
         dropout_p: float = 0.0,
-        is_causal: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
+        is_causal: bool = False,
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
@@ -174,45 +176,51 @@ def attend(
     value: torch.Tensor,
     attn_mask: Any,
     dropout_p: float,
-    is_causal: bool,  # noqa: FBT001 - positional on the hot path
+    is_causal: bool,
     scale: float | None,
-    enable_gqa: bool,  # noqa: FBT001 - as above
+    enable_gqa: bool,
 ) -> torch.Tensor:
     """Answer one call of a site: by the memo of its last choice, else by its key, else as a first sight."""
     if _is_dynamo_compiling():
         return attend_compiled(site.wish, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     hot_key: Hashable = None
+    table, scalars, grad, function, flags, guard, mask_guard, is_cpu, run = site.memo
     try:
-        circumstances = (
-            _is_grad_enabled(), _functional.scaled_dot_product_attention, _len_function_modes(), _forward_ad._current_level,
-            _flash_enabled(), _efficient_enabled(), _cudnn_enabled(), _math_enabled(), _is_deterministic(),
-            _CAN_MISALIGN and query.is_cuda and start_key(query, key, value, attn_mask),
-        )  # fmt: skip
-        scalars = (dropout_p, is_causal, scale, enable_gqa)
-        memo = site.memo
         if (
-            memo is not None
-            and memo[0] is site.wish.table
-            and memo[1] == circumstances
-            and memo[2] == scalars
-            and (memo[3](query, key, value) if attn_mask is None else memo[4](query, key, value, attn_mask))
+            table is site.wish.table
+            and scalars == (dropout_p, is_causal, scale, enable_gqa)
+            and _is_grad_enabled() is grad
+            and _functional.scaled_dot_product_attention is function
+            and not _len_function_modes()
+            and not _is_deterministic()
+            and _forward_ad._current_level == -1
+            and (flags is None or flags == sdp_flags())
+            and (guard(query, key, value) if attn_mask is None else mask_guard(query, key, value, attn_mask))
+            and (is_cpu or not start_key(query, key, value, attn_mask))
         ):
-            run = memo[5]
+            hot_hits[0] += 1
+            if run is None:
+                return _stock(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         else:
-            hot_key = hot_key_of(query, key, value, attn_mask, scalars, circumstances)
+            hot_key = hot_key_of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             run = site.wish.table[hot_key]
-            remember(site, run, query, key, value, attn_mask, scalars, circumstances)
+            hot_hits[0] += 1
+            remember(site, run, query, key, value, attn_mask, (dropout_p, is_causal, scale, enable_gqa))
     except (KeyError, TypeError, AttributeError, RuntimeError):
-        # A first sight, or arguments without a key: symbolic sizes, nested tensors, no tensors at all.
+        # A first sight, or arguments without a key (symbolic sizes, nested tensors, no tensors at all), or PyTorch's
+        # own function refusing the call: it is asked once more, and what is wrong is added to its error.
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return first_sight(site.wish, hot_key, arguments)
-    hot_hits[0] += 1
     try:
-        return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)  # type: ignore[no-any-return]  # a memo's last item is a runner
+        return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except Exception as error:
-        hot_key = hot_key_of(query, key, value, attn_mask, scalars, circumstances)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return recover(site.wish, hot_key, arguments, error)
+        return recover(site.wish, hot_key_of(*arguments), arguments, error)
+
+
+def sdp_flags() -> tuple[bool, bool, bool, bool]:
+    """Return which backends of PyTorch's function the process allows."""
+    return _flash_enabled(), _efficient_enabled(), _cudnn_enabled(), _math_enabled()
 
 
 def hot_key_of(
@@ -220,18 +228,22 @@ def hot_key_of(
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: Any,
-    scalars: tuple[Any, ...],
-    circumstances: tuple[Any, ...],
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
 ) -> Hashable:
     """Return all that decides the choice of a call, exact strides included; raises for tensors without them."""
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
         query.dtype, key.dtype, value.dtype, query.device, type(query), type(key), type(value),
         None if attn_mask is None else mask_key(attn_mask),
-        scalars, circumstances,
+        dropout_p, is_causal, scale, enable_gqa,
         _is_grad_enabled() and (query.requires_grad, key.requires_grad, value.requires_grad),
         versions.is_any_autocast() and autocast_key(),
         versions.len_dispatch_modes(), versions.functorch_level(), versions.deterministic_level(),
+        _functional.scaled_dot_product_attention, _len_function_modes(), _forward_ad._current_level, sdp_flags(),
+        _CAN_MISALIGN and query.is_cuda and start_key(query, key, value, attn_mask),
     )  # fmt: skip
 
 
@@ -243,28 +255,37 @@ def remember(
     value: torch.Tensor,
     attn_mask: Any,
     scalars: tuple[Any, ...],
-    circumstances: tuple[Any, ...],
 ) -> None:
     """Make the memo of a site once the same choice answered twice in a row; drop a memo that no longer fits.
 
     A guard compares type, dtype, device, sizes, strides, ``requires_grad`` and the active dispatch keys (autocast,
-    transforms, dispatch modes) in one call of C++.
+    transforms, dispatch modes) in one call of C++. What a memo takes for granted (no modes, no determinism, data that
+    starts on 16 bytes) is asked of each call.
     """
     if site.last_run is not run:
-        site.last_run, site.memo = run, None
+        site.last_run, site.memo = run, NO_MEMO
+        return
+    is_cpu = not query.is_cuda
+    is_usual = not _len_function_modes() and not _is_deterministic() and _forward_ad._current_level == -1
+    if not is_usual or not (is_cpu or not start_key(query, key, value, attn_mask)):
         return
     tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     guard = versions.tensor_guard(tensors)
     if guard is None:
         return
-    never = _never
-    guards = (guard, never) if attn_mask is None else (never, guard)
-    site.memo = (site.wish.table, circumstances, scalars, *guards, run)
-
-
-def _never(*tensors: Any) -> bool:
-    del tensors
-    return False
+    is_stock = run in (run_stock, run_steady_stock)
+    site.memo = Memo(
+        table=site.wish.table,
+        scalars=scalars,
+        grad=_is_grad_enabled(),
+        function=_functional.scaled_dot_product_attention,
+        # PyTorch's function heeds its own switches.
+        flags=None if is_stock else sdp_flags(),
+        guard=guard if attn_mask is None else never,
+        mask_guard=never if attn_mask is None else guard,
+        is_cpu=is_cpu,
+        run=None if run is run_stock else run,
+    )
 
 
 def mask_key(mask: Any) -> Hashable:
@@ -276,13 +297,14 @@ def mask_key(mask: Any) -> Hashable:
 
 
 def start_key(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any) -> int:
-    """Return which of the tensors start off a multiple of 16 bytes, as bits."""
-    found = (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+    """Return 0 when every tensor starts on 16 bytes, else which ones do not, as bits."""
+    found = query.data_ptr() | key.data_ptr() | value.data_ptr()
     if isinstance(attn_mask, torch.Tensor):
-        found |= (attn_mask.data_ptr() & 15) << 4
-    if not found:
+        found |= attn_mask.data_ptr()
+    if not found & 15:
         return 0
-    return sum(bool(tensor.data_ptr() & 15) << i for i, tensor in enumerate((query, key, value))) | (found & 240)
+    tensors = (query, key, value, attn_mask) if isinstance(attn_mask, torch.Tensor) else (query, key, value)
+    return sum(bool(tensor.data_ptr() & 15) << i for i, tensor in enumerate(tensors))
 
 
 def autocast_key() -> Hashable:

@@ -38,6 +38,7 @@ class CountedRunner:
         self.renew = renew
 
     def __call__(self, *arguments: Any) -> torch.Tensor:
+        """Count one call and answer it."""
         self.num_calls += 1
         if self.limit is not None and self.num_calls > self.limit and self.renew is not None:
             return self.renew(*arguments)

@@ -268,7 +268,7 @@ class Tuning:
         for name, trial in trials.items():
             if self._guarded(name, functools.partial(self.clock.sample, trial, 1)) is None:
                 return name
-        name = next(reversed(trials))
+        name = list(trials)[-1]
         self._note_failure(name, error)
         return name
 

@@ -60,7 +60,7 @@ class View:
             found += (f"is approximate; accuracy is {self.settings.accuracy!r}",)
         if self.wish.backend is None and self.signature.dropout != "none" and not self.signature.wants_grad:
             # A reentrant checkpoint runs its forward as inference and must draw the same numbers when it recomputes.
-            training = dataclasses.replace(self.signature, pass_name="train", grads="qkv")
+            training = dataclasses.replace(self.signature, pass_name="train", grads="qkv")  # noqa: S106 - a pass of a network
             against = [text for text in route.reasons(training, self.environment) if text not in found]
             found += tuple(f"in training, which has the same choice where there is dropout: {text}" for text in against)
         return found

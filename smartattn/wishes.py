@@ -10,7 +10,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from smartattn.backends.base import Runner
 from smartattn.buckets import length_range, octave_range
@@ -155,13 +155,48 @@ class Wish:
             self.bindings.pop(hot_key, None)
 
 
+class Memo(NamedTuple):
+    """The last choice of a place, and what a call must share with the one that it was made for.
+
+    Attributes:
+        table: the wish's table at the time; another one means that choices were made anew.
+        scalars: dropout_p, is_causal, scale, enable_gqa.
+        grad: gradient mode.
+        function: what stood at ``F.scaled_dot_product_attention``.
+        flags: PyTorch's switches for its backends; ``None`` where they do not matter.
+        guard: test of query, key and value; never true for a memo of a call with a mask.
+        mask_guard: test of query, key, value and mask; never true for a memo of a call without one.
+        is_cpu: whether starts of data do not matter.
+        run: the runner; ``None`` for PyTorch's own function.
+    """
+
+    table: dict[Hashable, Runner]
+    scalars: tuple[Any, ...]
+    grad: bool
+    function: Any
+    flags: tuple[bool, bool, bool, bool] | None
+    guard: Callable[..., bool]
+    mask_guard: Callable[..., bool]
+    is_cpu: bool
+    run: Runner | None
+
+
+def never(*tensors: Any) -> bool:
+    """Return false: the guard of what a memo cannot answer."""
+    del tensors
+    return False
+
+
+NO_MEMO = Memo({}, (), False, None, None, never, never, True, None)
+"""Stands where there is no memo; its table is nobody's."""
+
+
 class Site:
     """One place that calls attention: a wish, and a memo of the place's last choice.
 
     Attributes:
         wish: what the place asks for.
-        memo: (guard, table, circumstances, arguments, has_mask, run) of the choice that answered twice in a row;
-            valid while ``table`` is still the wish's own.
+        memo: of the choice that answered twice in a row.
         last_run: runner that answered last, to see repetition.
     """
 
@@ -169,7 +204,7 @@ class Site:
 
     def __init__(self, wish: Wish) -> None:
         self.wish = wish
-        self.memo: Any = None
+        self.memo = NO_MEMO
         self.last_run: Runner | None = None
 
     def __reduce__(self) -> tuple[type[Site], tuple[Wish]]:

@@ -122,7 +122,6 @@ def test_wild_lengths_cost_bounded_tunings(world, lengths):
 
 def test_training_is_final_at_first_sight(world):
     """A training choice does not change however often it is called, because recompute must meet the same one."""
-    _, planned, _ = world
     run(call_at(150, grad=True))
     arguments = call_at(155, grad=True)
     first = run(arguments)

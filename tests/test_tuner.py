@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import pytest
+import torch
 
+from smartattn.backends.registry import backends_for
 from smartattn.environment import environment_of
 from smartattn.record import Failed, Invalid, Rejected, Timed
 from smartattn.routes import Route
@@ -12,7 +13,6 @@ from smartattn.settings import Settings
 from smartattn.signature import Call, read_signature
 from smartattn.trials import trial_of
 from smartattn.tuner import Tuning, TuningAbortedError, one_line
-from smartattn.backends.registry import backends_for
 from tests.fakes import FakeBackend, FakeClock, tensors
 
 
@@ -169,7 +169,7 @@ def test_training_trials_run_the_backward_and_touch_no_grad():
     query, key, value = (t.requires_grad_() for t in tensors(1, 2, 8, 8))
     call = Call(query, key, value)
     seen = []
-    query.register_hook(lambda grad: seen.append(grad))
+    query.register_hook(seen.append)
 
     def run(*arguments):
         return torch.nn.functional.scaled_dot_product_attention(*arguments[:3])

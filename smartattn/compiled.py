@@ -77,7 +77,9 @@ def attend_compiled(
         return versions.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     hook = versions.trace_hook()
     hook(_look)
-    route = _choose(place, sign)
+    # Constants, since Dynamo of torch 2.11 hands no object over; it guards each of them.
+    asked = (place,) if isinstance(place, str) else (*place.arguments, place.recognizes)
+    route = _choose(asked, sign)
     if route == STOCK:
         return versions.sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if route == FOREIGN:
@@ -102,12 +104,17 @@ def _look(context: Any) -> None:
 
 
 @versions.run_for_real
-def _choose(place: Wish | str, sign: int) -> str:
-    """Return the name of the route for the call that ``_look`` saw, ``stock``, or ``foreign``."""
+def _choose(asked: tuple[Any, ...], sign: int) -> str:
+    """Return the name of the route for the call that ``_look`` saw, ``stock``, or ``foreign``.
+
+    Args:
+        asked: arguments of the wish.
+        sign: of the scale, where that is a number that Dynamo lets vary.
+    """
     call, _seen.call = _seen.call, None
     if call is not None and isinstance(call.scale, torch.SymFloat):
         call = call._replace(scale=float(sign))
-    wish = wish_of(place) if isinstance(place, str) else place
+    wish = wish_of(*asked)
     if call is None or wish.settings().mode == "off":
         return STOCK
     if is_foreign():

@@ -57,7 +57,7 @@ def belongs_to_math(call: Call, *, double_backward: bool) -> bool:
     if versions.forward_ad_level() < 0 and not is_nested_derivative and not may_crash:
         return False
     is_plain = all(type(t) in _PLAIN_TYPES and not t.is_nested and t.layout == torch.strided for t in call.tensors)
-    if not is_plain or is_foreign():
+    if not is_plain or is_foreign() or versions.is_jit_tracing():
         return False
     return versions.forward_ad_level() >= 0 or is_nested_derivative or any(0 in t.shape for t in call.tensors[:3])
 

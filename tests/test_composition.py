@@ -307,6 +307,12 @@ def test_dtensor(tmp_path):
         mesh = init_device_mesh("cpu", (1,))
         inputs = tensors(2, 4, 8, 16)
         shared = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in inputs]
+        if versions.TORCH < (2, 12):
+            # No sharding rule for the fused CPU operator yet: theirs is ours.
+            for function in (SDPA, scaled_dot_product_attention):
+                with pytest.raises(NotImplementedError, match="sharding"):
+                    function(*shared)
+            return
         for _ in range(3):
             found = scaled_dot_product_attention(*shared)
             assert isinstance(found, DTensor)
@@ -510,7 +516,7 @@ def test_wrong_arguments_raise_what_sdpa_raises():
         (query, key, value, [1, 2]),
     ]
     for arguments in wrong:
-        with pytest.raises(Exception) as theirs:  # noqa: B017, PT011 - whatever it is, ours must be of its type
+        with pytest.raises(Exception) as theirs:  # noqa: B017 - whatever it is, ours must be of its type
             SDPA(*arguments)
         with pytest.raises(type(theirs.value)):
             scaled_dot_product_attention(*arguments)

@@ -93,7 +93,8 @@ def _watching(wish: Wish, hot_key: Hashable, signature: Signature) -> MaskRunner
         return recover(wish, hot_key, tuple(call), error, binding)
 
     ledger = mask_policy.ledger_of(str(bucket_of(signature)), signature)
-    return MaskRunner(bind, answer, ledger, is_final=signature.deterministic != "off")
+    is_final = signature.deterministic != "off"
+    return MaskRunner(bind, answer, ledger, is_final=is_final, device_type=signature.device_type)
 
 
 def is_kept(binding: Binding) -> bool:

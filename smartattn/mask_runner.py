@@ -8,6 +8,7 @@ a program may write to it between replays.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from smartattn.masks import canonicalize
 from smartattn.signature import Call, Signature
 from smartattn.wishes import Binding, Wish
 
+_is_capturing = versions.is_capturing
 MAX_USES = 64
 """Masks that a runner knows at a time; forgetting one costs looking at it again."""
 DENSE = ""
@@ -48,26 +50,31 @@ class Use:
     """One mask at one moment, and what answers calls with it.
 
     Attributes:
-        mask: the tensor that was given last.
+        mask_id: ``id`` of the tensor that was given last, 0 once that is gone.
         owner: the tensor whose life is that of the memory.
         version, address: of the mask.
         owner_address: to see that the owner still holds that memory.
         num_uses: calls so far.
+        num_told: those that the ledger knows.
         look_at: use at which to look at the values.
         name: of the class; ``DENSE`` for none.
         run: what answers.
     """
 
-    __slots__ = ("address", "look_at", "mask", "name", "num_uses", "owner", "owner_address", "run", "version")
+    __slots__ = (
+        "__weakref__", "_watch", "address", "look_at", "mask_id", "name", "num_told", "num_uses", "owner",
+        "owner_address", "run", "version",
+    )  # fmt: skip
 
     def __init__(self, mask: torch.Tensor) -> None:
         owner = owner_of(mask)
-        self.mask = TensorWeakRef(mask)
+        self.mask_id = 0
+        self._watch: weakref.ref[torch.Tensor] | None = None
         self.owner = TensorWeakRef(owner)
         self.owner_address = owner.data_ptr()
         self.version = mask._version
         self.address = mask.data_ptr()
-        self.num_uses = 0
+        self.num_uses = self.num_told = 0
         self.look_at: float = 1
         self.name = DENSE
         self.run: Runner | None = None
@@ -76,6 +83,19 @@ class Use:
         """Return whether the memory is still the mask's."""
         owner = self.owner()
         return owner is not None and owner.data_ptr() == self.owner_address and owner._version == self.version
+
+    def meet(self, mask: torch.Tensor) -> None:
+        """Know this tensor by its ``id`` for as long as it lives."""
+        self.mask_id = id(mask)
+        this = weakref.ref(self)
+
+        def forget(watch: weakref.ref[torch.Tensor]) -> None:
+            use = this()
+            if use is not None and use._watch is watch:
+                use.mask_id = 0
+
+        # Only its end is watched: a weak reference to a tensor must not be followed without PyTorch's own care.
+        self._watch = weakref.ref(mask, forget)
 
 
 class MaskRunner:
@@ -86,11 +106,15 @@ class MaskRunner:
         recover: answers a call whose route raised.
         ledger: what masks of this kind of call taught.
         is_final: whether a mask's choice must not depend on times, nor change once made (deterministic programs).
+        device_type: of the calls.
     """
 
-    __slots__ = ("_bind", "_bindings", "_last", "_recover", "_uses", "is_final", "ledger")
+    __slots__ = ("_bind", "_bindings", "_is_cuda", "_last", "_recover", "_uses", "is_final", "ledger")
 
-    def __init__(self, bind: Bind, recover: Recover, ledger: Ledger, *, is_final: bool) -> None:
+    def __init__(
+        self, bind: Bind, recover: Recover, ledger: Ledger, *, is_final: bool, device_type: str
+    ) -> None:
+        self._is_cuda = device_type == "cuda"
         self._bind = bind
         self._recover = recover
         self.ledger = ledger
@@ -105,18 +129,16 @@ class MaskRunner:
         use = self._last
         if (
             use is None
-            or use.mask() is not mask
+            or use.mask_id != id(mask)
             or use.version != mask._version
             or use.address != mask.data_ptr()
             or use.num_uses >= use.look_at
-            or use.run is None
-            or versions.is_capturing(mask.device.type)
+            or (self._is_cuda and _is_capturing("cuda"))
         ):
             return self._settle(Call(*arguments))
         use.num_uses += 1
-        self.ledger.num_uses += 1
         try:
-            return use.run(*arguments)
+            return use.run(*arguments)  # type: ignore[misc]  # the last use always has a runner
         except Exception as error:
             return self._recover(Call(*arguments), error, self._bindings[use.name])
 
@@ -130,14 +152,24 @@ class MaskRunner:
         if mask is None or not can_be_remembered(mask) or versions.is_capturing(mask.device.type):
             return self._answer(DENSE, self._runner(DENSE, call), call)
         is_backward = versions.graph_task_id() != -1
-        use = self._use_of(mask, is_counted=not is_backward)
+        self._tell(self._last)
+        use = self._use_of(mask)
+        if is_backward:
+            use.num_told += 1
+        self._tell(use)
         if use.run is None or (use.num_uses >= use.look_at and not is_backward):
             self._choose(use, call, is_first=use.run is None)
-        use.mask = TensorWeakRef(mask)
+        use.meet(mask)
         self._last = use
         return self._answer(use.name, use.run or self._runner(DENSE, call), call)
 
-    def _use_of(self, mask: torch.Tensor, *, is_counted: bool) -> Use:
+    def _tell(self, use: Use | None) -> None:
+        """Tell the ledger of calls that it does not know."""
+        if use is not None:
+            self.ledger.num_uses += use.num_uses - use.num_told
+            use.num_told = use.num_uses
+
+    def _use_of(self, mask: torch.Tensor) -> Use:
         identity = identity_of(mask)
         use = self._uses.get(identity)
         if use is None or not use.is_alive():
@@ -148,9 +180,8 @@ class MaskRunner:
             while len(self._uses) > MAX_USES:
                 self._uses.popitem(last=False)
             # A recomputed forward makes its masks anew; the program did not.
-            self.ledger.num_masks += is_counted
+            self.ledger.num_masks += versions.graph_task_id() == -1
         use.num_uses += 1
-        self.ledger.num_uses += is_counted
         return use
 
     def _look_at(self, expected_uses: float) -> float:

@@ -26,7 +26,7 @@ from smartattn.memory import Memory
 from smartattn.notes import Notes
 from smartattn.passes import interrupted_route, shared_route
 from smartattn.record import Outcome, Record, Timed
-from smartattn.routes import Route, routes_for
+from smartattn.routes import Route, matches, routes_for
 from smartattn.settings import WRITING_MODES, Settings, settings
 from smartattn.signature import Call, Signature
 from smartattn.store import Store
@@ -152,12 +152,14 @@ class Selector:
         Note:
             One look-up and the eligibility of one route: a loop whose lengths grow meets this at every step.
         """
-        if signature.wants_grad or self.recorder is not None or self.notes.has_quarantine:
+        if self.recorder is not None or self.notes.has_quarantine:
             return None
         known = wish.known.get(known_key(signature))
         if known is None or known.version != self._version or signature in self._planned:
             return None
         if self.history.num_calls(signature) or self.memory.has_exact(signature):
+            return None
+        if known.is_final and (versions.graph_task_id() != -1 or not self._is_expected(signature, known)):
             return None
         environment = environment_of(call.query.device)
         if environment != known.environment or self.memory.store.has_quarantine(environment):
@@ -166,6 +168,12 @@ class Selector:
             return None
         events.count("memory_hits")
         return self._bind_choice(signature, known)
+
+    def _is_expected(self, signature: Signature, known: Known) -> bool:
+        """Return whether the calls to expect at a new length still lead to the choice that the last one was given."""
+        if known.choice.faster:
+            return self.history.expected_calls(signature) < known.choice.break_even_calls
+        return not known.in_question or known.is_declared
 
     def _bind_choice(self, signature: Signature, known: Known) -> Binding:
         run = known.route.bind(signature, known.environment)
@@ -229,9 +237,12 @@ class Selector:
             origin=origin,
             limit=min(limits, default=None),
             in_question=any(isinstance(o, Timed) and has_plan(o) for o in record.outcomes.values()),
+            is_final=is_final,
+            is_declared=_dynamic(view, record) is not None,
         )
         is_typical = num_calls == 0 and record.bucket is not None and record.signature != signature
-        if is_typical and not is_final and view.wish.backend is None and not view.quarantined:
+        has_free_passes = signature.dropout == "none"
+        if is_typical and has_free_passes and view.wish.backend is None and not view.quarantined:
             if len(view.wish.known) >= MAX_KNOWN:
                 view.wish.known.clear()
             view.wish.known[known_key(signature)] = known
@@ -265,6 +276,10 @@ class Selector:
 
     def _unanswered(self, view: View, record: Record) -> Binding:
         if view.wish.backend is not None:
+            route = view.safe_route(record.outcomes)
+            if matches(route, view.wish.backend):
+                # Too slow to be worth timing, say, but eligible and not found wrong: it was asked for by name.
+                return _bind(view, route, "explicit", note="was not measured")
             reasons = {r.name: outcome_reasons(record, r, view) for r in view.wished_routes()}
             raise unavailable(view, reasons)
         return self.safe_default(view, record.outcomes, "no route was found valid")

@@ -62,6 +62,8 @@ class Known:
         origin: of the record.
         limit: calls after which a length asks again; ``None`` for never.
         in_question: whether calls are counted.
+        is_final: whether the choice was made from the calls to expect, once and for all.
+        is_declared: whether it was declared if lengths keep changing.
     """
 
     version: int
@@ -71,6 +73,8 @@ class Known:
     origin: str
     limit: int | None
     in_question: bool
+    is_final: bool
+    is_declared: bool
 
 
 def known_key(signature: Signature) -> Hashable:

@@ -348,3 +348,10 @@ def test_a_plan_cost_worth_counting_is_far_above_a_first_call():
     assert 0.34 < NEGLIGIBLE_PLAN_MS < 50
 
 
+
+
+def test_training_with_lengths_declared_to_change_never_plans(world):
+    """dynamic=True in training: every new length takes the plan-free route, the first one included."""
+    for length in (150, 151, 152, 153):
+        assert run(call_at(length, grad=True), dynamic=True) == "free"
+    assert smartattn.stats().tunings == 1

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-WORKS = ("generate-1", "generate-8", "train", "decode")
+WORKS = ("generate-1", "generate-8", "train", "train-repeat", "decode")
 VARIANTS = ("stock", "fixed", "empty", "warmed")
 TRAIN_STEPS = 200
 STOCK_TRAIN_STEPS = 60
@@ -104,10 +104,24 @@ def train(variant: str) -> dict[str, float]:
     with context:
         step(128)
         first_s = seconds(lambda: [step(length) for length in order[:steps]]) / steps
-        attend = attention_of(variant, dynamic=None)
-        for _ in range(3):
-            step(1536)
-        again_s = min(seconds(lambda: [step(1536) for _ in range(50)]) / 50 for _ in range(3))
+    return {"first": 1 / first_s, "again": 1 / first_s, **counters(variant)}
+
+
+def train_repeat(variant: str) -> dict[str, float]:
+    """Return attention steps (forward and backward) per second of one length that comes back, after its first."""
+    attend = attention_of(variant, dynamic=None)
+
+    def step() -> None:
+        shape = (4, 16, 1536, 64)
+        query, key, value = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+        attend(query, key, value, is_causal=True).sum().backward()
+
+    context = by_hand() if variant == "fixed" else nullcontext()
+    with context:
+        first_s = seconds(step)
+        for _ in range(20):
+            step()
+        again_s = min(seconds(lambda: [step() for _ in range(100)]) / 100 for _ in range(5))
     return {"first": 1 / first_s, "again": 1 / again_s, **counters(variant)}
 
 
@@ -125,10 +139,22 @@ def decode(variant: str) -> dict[str, float]:
     with context, torch.no_grad():
         step(32)
         first_s = seconds(lambda: [step(64 + i) for i in range(steps)]) / steps
+        found = new_length_cost(step) if variant in ("empty", "warmed") else {}
         for _ in range(3):
             step(2048)
         again_s = min(seconds(lambda: [step(2048) for _ in range(200)]) / 200 for _ in range(3))
-    return {"first": 1 / first_s, "again": 1 / again_s, **counters(variant)}
+    return {"first": 1 / first_s, "again": 1 / again_s, **found, **counters(variant)}
+
+
+def new_length_cost(step: Callable[[int], None]) -> dict[str, float]:
+    """Return what a new length of a known bucket costs beyond the call, in microseconds."""
+    import smartattn  # noqa: PLC0415
+
+    lengths = range(3000, 4000)
+    smartattn.configure(dynamic=None)  # forgets every bound choice, so that each length is met anew
+    new_s = seconds(lambda: [step(length) for length in lengths])
+    met_s = seconds(lambda: [step(length) for length in lengths])
+    return {"new_length_us": (new_s - met_s) / len(lengths) * 1e6}
 
 
 def attention_of(variant: str, *, dynamic: bool | None) -> Callable[..., torch.Tensor]:
@@ -156,7 +182,8 @@ def run_one(work: str, variant: str) -> dict[str, float]:
         return generate(variant, 1, 128)
     if work == "generate-8":
         return generate(variant, 8, 64)
-    return train(variant) if work == "train" else decode(variant)
+    works = {"train": train, "train-repeat": train_repeat, "decode": decode}
+    return works[work](variant)
 
 
 def run_all(only: list[str], variants: list[str]) -> dict[str, Any]:
@@ -190,6 +217,8 @@ def show(found: dict[str, Any]) -> str:
                 continue
             first, again = row["first"] / base["first"], row["again"] / base["again"]
             tunings = f"{row['tunings']:.0f} in {row['tuning_s']:.1f} s" if "tunings" in row else ""
+            if "new_length_us" in row:
+                tunings += f"; a new length {row['new_length_us']:.0f} us"
             rates = f"{row['first']:.1f}/s", f"{first:.2f}x", f"{row['again']:.1f}/s", f"{again:.3f}x"
             rows.append((work, variant, *rates, tunings))
     header = ("work", "variant", "new lengths", "to stock", "same lengths again", "to stock", "tunings")

@@ -66,6 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a run draw more random calls than usual."""
     group = parser.getgroup("smartattn")
     group.addoption("--differential", type=int, default=200, help="random calls of tests/test_differential.py")
+    group.addoption("--differential-seed", type=int, default=0, help="seed of the first batch of random calls")
     group.addoption("--differential-seconds", type=float, default=0, help="go on drawing for so many seconds")
 
 

@@ -100,14 +100,16 @@ def _gradient_errors(call: Call, P: torch.Tensor, grad_out: torch.Tensor, unit: 
     strength = 2 * float(given.sum(-1).max()) * _largest(call.value)
     group = call.query.size(-3) // call.key.size(-3)
     column = group * float(P.sum(-2).max())
+    # Keys and values gather a term from every query row; float32 sums lose a little at each.
+    gathered = unit * (1 + math.sqrt(P.size(-2) * group) / 4)
     errors = {
         "query": unit * strength * scale * _largest(call.key),
-        "key": unit * strength * scale * _largest(call.query) * column,
-        "value": unit * column * float(given.max()),
+        "key": gathered * strength * scale * _largest(call.query) * column,
+        "value": gathered * column * float(given.max()),
     }
     if call.attn_mask is not None:
         unit = max(unit, ROUNDINGS * torch.finfo(call.attn_mask.dtype).eps) if call.attn_mask.requires_grad else unit
-        errors["attn_mask"] = unit * strength * float(P.sum_to_size(call.attn_mask.shape).max())
+        errors["attn_mask"] = unit * math.sqrt(P.numel() / call.attn_mask.numel()) * strength * float(P.sum_to_size(call.attn_mask.shape).max())
     return errors
 
 

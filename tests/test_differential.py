@@ -97,19 +97,18 @@ def sweep(config: pytest.Config, device: str, max_length: int) -> int:
     num_drawn = 0
     smartattn.configure(signature_budget_ms=1.0, process_budget_s=1e9)
 
-    @given(problems(device, max_length), st.integers(0, 1 << 16), st.sampled_from(GRAD_LAYOUTS))
     def one(problem: Problem, seed: int, grad_layout: str) -> None:
         nonlocal num_drawn
         num_drawn += 1
         differ(problem.call, seed, grad_layout)
 
+    checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    first = config.getoption("--differential-seed")
     while num_drawn < wanted or time.monotonic() < stop:
-        rest = max(1, min(BATCH, wanted - num_drawn)) if time.monotonic() >= stop else BATCH
-        checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-        drawn = hypothesis.settings(
-            max_examples=rest, derandomize=False, database=None, suppress_health_check=checks
-        )(hypothesis.seed(num_drawn)(one))
-        drawn()
+        size = BATCH if time.monotonic() < stop else min(BATCH, wanted - num_drawn)
+        drawn = given(problems(device, max_length), st.integers(0, 1 << 16), st.sampled_from(GRAD_LAYOUTS))(one)
+        drawn = hypothesis.seed(first + num_drawn)(drawn)
+        hypothesis.settings(max_examples=size, derandomize=False, database=None, suppress_health_check=checks)(drawn)()
     return num_drawn
 
 

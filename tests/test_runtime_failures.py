@@ -113,7 +113,9 @@ def test_forget_lifts_it(backend: FakeBackend):
     assert smartattn.explain(*given).route == "fake"
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("can't allocate memory")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("can't allocate memory")]
+)
 def test_out_of_memory_costs_this_call_only(backend: FakeBackend, error: Exception):
     """Memory that ran out is answered by the safe default, without quarantine; the next call runs the route again."""
     given = bound(backend)
@@ -144,7 +146,9 @@ def test_a_route_that_wants_too_much_memory_is_not_tried(backend: FakeBackend):
     assert backend.calls == 0
 
 
-@pytest.mark.parametrize("text", ["CUDA error: an illegal memory access was encountered", "CUDA error: misaligned address"])
+@pytest.mark.parametrize(
+    "text", ["CUDA error: an illegal memory access was encountered", "CUDA error: misaligned address"]
+)
 @pytest.mark.parametrize("times", [1, 4])
 def test_a_sticky_error_is_raised_again(backend: FakeBackend, text: str, times: int):
     """An accelerator error that outlives its call is the program's to see: no fallback, no quarantine."""

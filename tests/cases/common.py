@@ -49,8 +49,10 @@ def everywhere_right(call: Call, *, grad_outs: tuple[torch.Tensor, ...] = ()) ->
             for number, right in enumerate(rights):
                 gradients = None
                 if wants_grad:
-                    again = output if number == 0 else smartattn.scaled_dot_product_attention(
-                        *call, backend=None if name == PUBLIC else name
+                    again = (
+                        output
+                        if number == 0
+                        else smartattn.scaled_dot_product_attention(*call, backend=None if name == PUBLIC else name)
                     )
                     gradients = oracle.differentiate(call, again, grad_outs[number])
                 oracle.check(call, output, right, gradients)

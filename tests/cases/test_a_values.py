@@ -97,8 +97,9 @@ def test_nan_inputs_are_not_judged_and_not_hidden_by_math(which: str):
     if explanation.route == "stock":
         assert torch.equal(chosen.isnan(), stock.isnan())
     # What was tuned on NaN serves good values as well.
-    everywhere_right(call._replace(query=torch.randn(2, 4, 16, 8), key=torch.randn(2, 4, 16, 8),
-                                   value=torch.randn(2, 4, 16, 8)))
+    everywhere_right(
+        call._replace(query=torch.randn(2, 4, 16, 8), key=torch.randn(2, 4, 16, 8), value=torch.randn(2, 4, 16, 8))
+    )
 
 
 @pytest.mark.parametrize("S", [512, 513, 600])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import smartattn
+from smartattn.record import Rejected
+from smartattn.selector import selector
 from smartattn.signature import Call
 from tests import oracle
 from tests.cases.common import call_of, everywhere_right
@@ -86,6 +90,18 @@ def test_a_backend_that_cannot_serve_says_why():
         smartattn.scaled_dot_product_attention(*call_of(1, 4, 16, 48, Ev=32), backend="flash")
 
 
+def test_a_named_backend_that_was_too_slow_to_time_still_serves():
+    """R50: what is eligible and not wrong serves when it is asked for by name, although its record has no time for it."""
+    call = call_of(2, 4, 6, 8, H=2, enable_gqa=True)
+    smartattn.scaled_dot_product_attention(*call)
+    (entry,) = smartattn.cache.records()
+    rejected = Rejected(("a single call is too slow to be worth validating",))
+    outcomes = {n: rejected if "flash" in n else o for n, o in entry.record.outcomes.items()}
+    selector.keep(entry.environment, dataclasses.replace(entry.record, outcomes=outcomes), smartattn.settings())
+    found = smartattn.scaled_dot_product_attention(*call, backend="flash")
+    oracle.check(call, found, oracle.answer(call))
+
+
 @pytest.mark.parametrize("cache_enabled", [True, False])
 @pytest.mark.parametrize("mask_dtype", [torch.float32, torch.bool, torch.bfloat16])
 @pytest.mark.parametrize("grads", ["", "qkv"])
@@ -159,7 +175,9 @@ def test_wrong_dropout_is_refused_as_pytorch_refuses_it(p: float):
     assert smartattn.stats().tunings == 0
 
 
-@pytest.mark.parametrize("shapes", [((1, 2, 4, 8), (3, 2, 5, 8)), ((3, 2, 4, 8), (1, 2, 5, 8)), ((2, 4, 8), (2, 5, 8)), ((4, 8), (5, 8))])
+@pytest.mark.parametrize(
+    "shapes", [((1, 2, 4, 8), (3, 2, 5, 8)), ((3, 2, 4, 8), (1, 2, 5, 8)), ((2, 4, 8), (2, 5, 8)), ((4, 8), (5, 8))]
+)
 def test_batches_that_broadcast_are_pytorchs_to_answer(shapes: tuple[tuple[int, ...], ...]):
     """Contract: what PyTorch accepts works: broadcast batches, and inputs of two and three dimensions."""
     query, key, value = (torch.randn(*shapes[i]) for i in (0, 1, 1))

@@ -57,7 +57,9 @@ def test_grouped_heads_reach_fused_backends(H: int, enable_gqa: bool, dtype: tor
     assert any(name.split("+")[-1] == "flash" for name in found), found
 
 
-@pytest.mark.parametrize(("batch", "rewrite"), [((2, 3), "flatten_batch"), ((), "promote"), ((2, 1, 2), "flatten_batch")])
+@pytest.mark.parametrize(
+    ("batch", "rewrite"), [((2, 3), "flatten_batch"), ((), "promote"), ((2, 1, 2), "flatten_batch")]
+)
 @pytest.mark.parametrize("masked", [False, True])
 def test_other_ranks_reach_fused_backends(batch: tuple[int, ...], rewrite: str, masked: bool):
     """R63, R64: inputs of 3, 5 and more dimensions, whose stock is Math, have a fused way with the right values."""
@@ -104,9 +106,7 @@ def test_a_length_that_grows_pays_no_plan_and_few_tunings():
         module = smartattn.SmartAttention(dynamic=True)
         for S in range(1, 300):
             call = call_of(1, 2, 1, 8, S=S)
-            torch.testing.assert_close(
-                module(*call[:3]), torch.nn.functional.scaled_dot_product_attention(*call[:3])
-            )
+            torch.testing.assert_close(module(*call[:3]), torch.nn.functional.scaled_dot_product_attention(*call[:3]))
         planned = len(backend._planned)
     assert smartattn.stats().tunings <= 5
     assert planned <= 4 * smartattn.stats().tunings

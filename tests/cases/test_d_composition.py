@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import smartattn
 from smartattn import versions
 from smartattn.backends.math import run_math
+from smartattn.signature import Call
 from tests import oracle
 from tests.backends.contract import LAYOUTS, laid_out
 from tests.cases.common import answers, call_of, everywhere_right
-from smartattn.signature import Call
 
 stock = torch.nn.functional.scaled_dot_product_attention
 

@@ -13,7 +13,6 @@ from smartattn.signature import read_signature
 from tests.cases.common import call_of, everywhere_right
 from tests.fakes import FakeBackend, FakeClock, registered
 
-
 CHANGES = {
     "scale": {"scale": -1.0},
     "dropout": {"dropout_p": 0.5},
@@ -125,8 +124,9 @@ def test_a_thousand_lengths_tune_a_bounded_number_of_times():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(8_000, 72_000, (1000,), generator=generator).tolist()
     signature = read_signature(call_of(1, 1, 2, 8))
-    from smartattn.buckets import bucket_of
     import dataclasses
+
+    from smartattn.buckets import bucket_of
 
     digests = {bucket_of(dataclasses.replace(signature, L=n, S=n)).digest for n in lengths}
     assert len(digests) <= 8

@@ -109,7 +109,12 @@ def _gradient_errors(call: Call, P: torch.Tensor, grad_out: torch.Tensor, unit: 
     }
     if call.attn_mask is not None:
         unit = max(unit, ROUNDINGS * torch.finfo(call.attn_mask.dtype).eps) if call.attn_mask.requires_grad else unit
-        errors["attn_mask"] = unit * math.sqrt(P.numel() / call.attn_mask.numel()) * strength * float(P.sum_to_size(call.attn_mask.shape).max())
+        errors["attn_mask"] = (
+            unit
+            * math.sqrt(P.numel() / call.attn_mask.numel())
+            * strength
+            * float(P.sum_to_size(call.attn_mask.shape).max())
+        )
     return errors
 
 

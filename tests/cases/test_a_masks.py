@@ -61,7 +61,7 @@ def test_a_row_that_sees_no_key_is_zero(dtype: torch.dtype, form: str, H: int):
 
 @pytest.mark.parametrize("S", [8, 33, 512, 600])
 def test_hidden_by_the_smallest_number_is_not_hidden_by_infinity(S: int):
-    """R09: a row hidden everywhere by finfo.min is an average of all values, not 0; with other rows as by -inf."""
+    """R10: a row hidden everywhere by finfo.min is an average of all values, not 0; with other rows as by -inf."""
     smallest = torch.finfo(torch.float32).min
     mask = torch.zeros(2, 1, 8, S)
     mask[0, 0, 3] = smallest

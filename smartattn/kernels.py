@@ -180,27 +180,32 @@ def _dtypes(operator: Mapping[str, Any] | None) -> list[str]:
     return [names.get(each, str(each)) for each in found]
 
 
+def _is_number(operator: Mapping[str, Any] | None) -> bool:
+    dims = [] if operator is None else _argument(operator, "Input Dims") or []
+    return len(dims) > 1 and dims[1] == []
+
+
 def _operator(event: Mapping[str, Any], us: float) -> Kernel:
     name = _short(event["name"])
-    kind, dtypes = _kind(name, "", _dtypes(event))
+    kind, dtypes = _kind(name, "", _dtypes(event), is_number=_is_number(event))
     return Kernel(name, kind, name, 1, us, dtypes)
 
 
-def _kind(operator: str, name: str, dtypes: list[str]) -> tuple[str, str]:
-    """Return the kind of a kernel, and the dtypes of a conversion."""
+def _kind(operator: str, name: str, dtypes: list[str], *, is_number: bool) -> tuple[str, str]:
+    """Return the kind of a kernel, and the dtypes of a conversion; one of a single number is none worth telling."""
     text = (name or operator).lower()
     if any(word in text for word in _ATTENTION) and operator not in _KIND_OF:
         return "attention", ""
     kind = _KIND_OF.get(operator.removesuffix("_") if operator not in _KIND_OF else operator, "other")
     if operator == "copy_" and len(dtypes) > 1 and dtypes[0] and dtypes[1] and dtypes[0] != dtypes[1]:
-        return "cast", f"{dtypes[1]}->{dtypes[0]}"
+        return ("other", "") if is_number else ("cast", f"{dtypes[1]}->{dtypes[0]}")
     return kind, ""
 
 
 def _kernel(event: Mapping[str, Any], operator: Mapping[str, Any] | None) -> Kernel:
     name = str(event["name"])
     source = "" if operator is None else _short(str(operator["name"]))
-    kind, dtypes = _kind(source, name, _dtypes(operator))
+    kind, dtypes = _kind(source, name, _dtypes(operator), is_number=_is_number(operator))
     if event.get("cat") != "kernel":
         kind = "copy" if event.get("cat") == "gpu_memcpy" else "other"
     occupancy = _number(_argument(event, "est. achieved occupancy %"))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from smartattn import events
+from smartattn import events, versions
 from smartattn.attention import scaled_dot_product_attention
 from smartattn.buckets import bucket_of
 from smartattn.choice import STOCK, choose, has_plan
@@ -217,6 +217,8 @@ def _signatures_of(
     """Run the model in one pass and return what it asked for, in order."""
     # A compiled module keeps the eager one; its graphs would ask nothing while they run.
     run = getattr(model, "_orig_mod", model)
+    if run is versions.sdpa:
+        run = scaled_dot_product_attention
     owner = run if isinstance(run, torch.nn.Module) else getattr(run, "__self__", None)
     module = owner if isinstance(owner, torch.nn.Module) else None
     is_training = pass_name == "train"

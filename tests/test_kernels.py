@@ -67,6 +67,14 @@ def test_missing_and_odd_facts_do_not_break():
     assert (found.registers, found.block, found.reported_occupancy, found.num_threads) == (None, (), None, 0)
 
 
+def test_numbers_that_change_their_dtype_are_no_conversions():
+    """A scale that becomes a tensor of one number is not told as a conversion of data."""
+    event = operator("copy_", 0, 1, 1, ["float", "double", "Scalar"])
+    event["args"]["Input Dims"] = [[], [], []]
+    (found,) = read_events([event], 1)
+    assert (found.kind, found.dtypes) == ("other", "")
+
+
 def test_operators_count_their_own_time_on_cpu():
     """An operator's time is without that of those inside; those that only call others, and views, are left out."""
     events = [

@@ -87,6 +87,14 @@ def test_own_modules_are_collected_too():
     assert entry.status == "tuned"
 
 
+def test_pytorchs_function_itself_may_be_the_model():
+    """``F.scaled_dot_product_attention`` and a method of a model are models like others."""
+    (entry,) = prewarm(SDPA, tuple(torch.randn(3, 1, 2, 30, 8).unbind())).entries
+    assert entry.status == "tuned"
+    (entry,) = prewarm(Block().forward, (torch.randn(2, 200, 16),)).entries
+    assert " L200 " in entry.signature
+
+
 def test_an_explicit_backend_asks_nothing():
     """A place whose backend is fixed has nothing to choose."""
     model = Block(smartattn.SmartAttention(backend="math"))

@@ -36,7 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from smartattn.cli.commands import COMMANDS  # noqa: PLC0415
 
     parser = argparse.ArgumentParser(
-        prog="smartattn", description="Attention that measures, remembers and runs the fastest correct backend."
+        prog="smartattn",
+        description="Attention that measures, remembers and runs the fastest correct backend.",
+        epilog="exit codes: 0 done; 1 it ran, and what it found is not good; 2 it could not run",
     )
     parser.add_argument("--version", action="version", version=f"smartattn {SMARTATTN}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from rich.console import Console
@@ -38,6 +39,8 @@ def profile(
         trace: file for Perfetto.
         words: as of ``explain``.
     """
+    # The profiler's library writes its own log lines between ours; it reads this when it is used first.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     names = None if routes is None else [name.strip() for name in routes.split(",")]
     found = profile_signature(read_problem(problem, **words), routes=names, num_samples=samples, trace_file=trace)
     return found.to_dict()
@@ -74,7 +77,9 @@ def show(data: Data, console: Console) -> None:
     )
     print_table(console, header, [_work(route, ceilings) for route in ran])
     for route in ran:
-        console.print(f"\n{route['route']}: {route['num_kernels']:.0f} {data['unit']} a call", style="bold")
+        number = round(route["num_kernels"])
+        unit = data["unit"] if number != 1 else data["unit"].removesuffix("s")
+        console.print(f"\n{route['route']}: {number} {unit} a call", style="bold")
         _show_kernels(route, console)
     for route in data["routes"]:
         if route["skipped"]:

@@ -24,10 +24,10 @@ from smartattn.environment import environment_of
 from smartattn.errors import UnknownNameError
 from smartattn.first_sight import cast_for_autocast
 from smartattn.mask_classes import Causal, Mask
+from smartattn.passes import IN_GRAPH
 from smartattn.plain import MEASURED_DEVICE_TYPES, is_foreign
 from smartattn.record import Failed, Invalid, Outcome, Record
 from smartattn.routes import Route, parse_route
-from smartattn.passes import IN_GRAPH
 from smartattn.selector import selector
 from smartattn.signature import Call, Signature
 from smartattn.traced import guard_sizes, has_symbols, read_traced_signature, symbols_of, variants
@@ -65,7 +65,7 @@ def attend_compiled(
 ) -> torch.Tensor:
     """Answer one call in code that Dynamo traces; ``place`` is a wish or the name of a backend."""
     # Branches turn into guards what may be symbolic here: a comparison of sizes, and numbers that Dynamo lets vary.
-    is_causal = True if is_causal else False  # noqa: SIM210
+    is_causal = True if is_causal else False
     dropout_p = 0.0 if dropout_p == 0 else dropout_p
     is_positive = scale is None or scale > 0
     sign = 1 if is_positive else -1

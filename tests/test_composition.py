@@ -9,7 +9,7 @@ import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
+import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -516,7 +516,7 @@ def test_wrong_arguments_raise_what_sdpa_raises():
         (query, key, value, [1, 2]),
     ]
     for arguments in wrong:
-        with pytest.raises(Exception) as theirs:  # noqa: B017 - whatever it is, ours must be of its type
+        with pytest.raises(Exception) as theirs:
             SDPA(*arguments)
         with pytest.raises(type(theirs.value)):
             scaled_dot_product_attention(*arguments)

@@ -24,7 +24,7 @@ def no_real_time(fake_clock: FakeClock):
 @pytest.fixture
 def backend(fake_clock: FakeClock):
     """Register a backend that is right and the fastest."""
-    backend = FakeBackend(clock=fake_clock, cost_us=1.0)
+    backend = FakeBackend(clock=fake_clock, cost_us=30.0)
     with registered(backend):
         yield backend
 

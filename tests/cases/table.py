@@ -248,12 +248,12 @@ PARTLY: dict[str, str] = {
 }
 
 IDS = tuple(
-    (
+    (  # noqa: SIM905 - a hundred names are read more easily as words
         "R01 R02 R04 R05 R07 R08 R10 R11 R13 R14 R16 R17 R19 R20 R22 R23 R25 R26 R27 R28 R29 R31 R32 R34 R35 "
         "R37 R38 R39 R40 R41 R43 R44 R46 R47 R49 R50 R52 R53 R55 R56 R58 R59 R61 R62 R63 R64 R65 R67 R68 R70 "
         "R71 R73 R74 R76 R77 R79 R80 R82 R83 R85 R86 R88 R89 R91 R92 R94 R95 R97 R98 R100 R101 R103 R104 R106 "
         "R107 R109 R110 R112 R113 R114 R115 R116 R118 R119 R121 R122 R124 R125 R127 R128 R130 R131 R133 R134 "
         "R136 R137 R139 R140 N1 N2 N3 N4 N5 N6 N7 "
-    ).split()  # noqa: SIM905 - a list of a hundred names is read more easily as words
+    ).split()
 )
 """Every case of the collection of reported faults."""

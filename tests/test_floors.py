@@ -20,6 +20,7 @@ FLOORS = {
     "clocks": 1,
     "environment": 1,
     "files": 1,
+    "kernels": 1,
     "layout": 1,
     "mask_facts": 1,
     "measurement": 1,
@@ -40,6 +41,7 @@ FLOORS = {
     "parts": 2,
     "plain": 2,
     "probes": 2,
+    "profiled": 2,
     "ranges": 2,
     "reference": 2,
     "rewrites": 2,
@@ -82,7 +84,6 @@ FLOORS = {
     "doctor": 7,
     "explain": 7,
     "integrations": 7,
-    "kernels": 7,
     "patching": 7,
     "prewarm": 7,
     "profiling": 7,
@@ -125,7 +126,6 @@ BESIDE = {
     "comparison": {"integrations"},
     "integrations": {"explain"},
     "prewarm": {"explain", "integrations"},
-    "profiling": {"kernels"},
 }
 """What a module may import of its own floor. The tuner and the store do not know each other."""
 

@@ -86,7 +86,10 @@ def chosen_route(view: View, record: Record) -> str:
 def trials_of(names: list[str], call: Call, signature: Signature) -> dict[str, Callable[[], object]]:
     """Return the bound trial of each route."""
     routes = {name: parse_route(name, signature.device_type) for name in names}
-    return {name: trial_of(route.bind(signature, environment_of(call.query.device)), call, signature) for name, route in routes.items()}
+    return {
+        name: trial_of(route.bind(signature, environment_of(call.query.device)), call, signature)
+        for name, route in routes.items()
+    }
 
 
 def remeasure_cpu(trials: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:

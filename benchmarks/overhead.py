@@ -30,7 +30,9 @@ sdpa = torch.nn.functional.scaled_dot_product_attention
 class StockModule(torch.nn.Module):
     """What a user writes around PyTorch's function."""
 
-    def forward(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    def forward(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+    ):
         return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 

@@ -98,7 +98,13 @@ CUDA_ROWS = (
     Row("MLA-like decode, 16 heads", 90, (16, 16, 1, 1, 4096, 576, 512)),
     Row("MLA-like decode, 128 heads", 300, (4, 128, 1, 1, 4096, 576, 512)),
     Row("MQA, 4 speculative tokens", 7, (8, 32, 1, 4, 8192, 128, 128)),
-    Row("dense causal mask, 32 calls", 2.5, (2, 32, 32, 2048, 2048, 128, 128), dense(Causal(), 2048, 2048), is_shared=True),
+    Row(
+        "dense causal mask, 32 calls",
+        2.5,
+        (2, 32, 32, 2048, 2048, 128, 128),
+        dense(Causal(), 2048, 2048),
+        is_shared=True,
+    ),
     Row("dense causal mask", 2.5, (2, 32, 32, 2048, 2048, 128, 128), dense(Causal(), 2048, 2048)),
     Row("window attention with bias", 3, (1024, 4, 4, 49, 49, 32, 32), bias),
     Row("VAE mid block", 2.8, (1, 1, 1, 4096, 4096, 512, 512)),
@@ -125,7 +131,11 @@ def error_of(output: torch.Tensor, call: Call) -> float:
     worst = 0.0
     group = call.query.size(1) // call.key.size(1)
     for n, head in {(0, 0), (call.query.size(0) - 1, call.query.size(1) - 1)}:
-        query, key, value = call.query[n, head].float(), call.key[n, head // group].float(), call.value[n, head // group].float()
+        query, key, value = (
+            call.query[n, head].float(),
+            call.key[n, head // group].float(),
+            call.value[n, head // group].float(),
+        )
         scores = query @ key.T / math.sqrt(query.size(-1))
         if call.attn_mask is not None:
             mask = call.attn_mask.expand(*call.query.shape[:-1], call.key.size(-2))[n, head]

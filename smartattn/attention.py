@@ -129,7 +129,6 @@ class SmartAttention(torch.nn.Module):
         given = zip(names, self._site.wish.arguments, strict=True)
         return ", ".join(f"{name}={value!r}" for name, value in given if value is not None and value is not False)
 
-
     def __prepare_scriptable__(self) -> SmartAttention:
         """Return the module that ``torch.jit.script`` compiles in the place of this one."""
         prepared = _Scriptable.__new__(_Scriptable)
@@ -155,7 +154,7 @@ class _Scriptable(SmartAttention):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Run PyTorch's own function when scripted, else what the replaced module runs."""
-        if torch.jit.is_scripting():
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]  # PyTorch documents it under this name
             return torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )

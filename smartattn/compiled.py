@@ -65,7 +65,7 @@ def attend_compiled(
 ) -> torch.Tensor:
     """Answer one call in code that Dynamo traces; ``place`` is a wish or the name of a backend."""
     # Branches turn into guards what may be symbolic here: a comparison of sizes, and numbers that Dynamo lets vary.
-    is_causal = True if is_causal else False
+    is_causal = True if is_causal else False  # noqa: SIM210 - bool() of a symbol is no branch
     dropout_p = 0.0 if dropout_p == 0 else dropout_p
     is_positive = scale is None or scale > 0
     sign = 1 if is_positive else -1

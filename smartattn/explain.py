@@ -110,9 +110,9 @@ def explain(
     value: torch.Tensor,
     attn_mask: Any = None,
     dropout_p: float = 0.0,
-    is_causal: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
+    is_causal: bool = False,
     scale: float | None = None,
-    enable_gqa: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
+    enable_gqa: bool = False,
     *,
     backend: str | None = None,
     tune: bool = False,

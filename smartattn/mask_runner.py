@@ -111,9 +111,7 @@ class MaskRunner:
 
     __slots__ = ("_bind", "_bindings", "_is_cuda", "_last", "_recover", "_uses", "is_final", "ledger")
 
-    def __init__(
-        self, bind: Bind, recover: Recover, ledger: Ledger, *, is_final: bool, device_type: str
-    ) -> None:
+    def __init__(self, bind: Bind, recover: Recover, ledger: Ledger, *, is_final: bool, device_type: str) -> None:
         self._is_cuda = device_type == "cuda"
         self._bind = bind
         self._recover = recover

@@ -120,7 +120,9 @@ def _said(call: Call, mask: Mask) -> Canonical:
     L, S, N = call.query.size(-2), call.key.size(-2), call.query.shape[:-3].numel()
     is_causal = call.is_causal
     if isinstance(mask, KeyPadding) and (call.query.dim() != 4 or len(mask.lengths) != N):
-        raise ValueError(f"key padding has {len(mask.lengths)} lengths; the call has {N} batch elements in 4 dimensions")
+        raise ValueError(
+            f"key padding has {len(mask.lengths)} lengths; the call has {N} batch elements in 4 dimensions"
+        )
     if isinstance(mask, Documents):
         mask.check(L, S)
     if _is_triangle(mask, L, S, is_causal=is_causal):

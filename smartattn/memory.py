@@ -95,6 +95,4 @@ class Memory:
 
 
 def _distance(one: Signature, other: Signature) -> float:
-    return sum(
-        abs(math.log2(max(1, a) / max(1, b))) for a, b in ((one.N, other.N), (one.L, other.L), (one.S, other.S))
-    )
+    return sum(abs(math.log2(max(1, a) / max(1, b))) for a, b in ((one.N, other.N), (one.L, other.L), (one.S, other.S)))

@@ -57,9 +57,9 @@ def in_stock_order(
         value: torch.Tensor,
         attn_mask: torch.Tensor | None,
         dropout_p: float,
-        is_causal: bool,  # noqa: FBT001 - positional as in every runner
+        is_causal: bool,
         scale: float | None,
-        enable_gqa: bool,  # noqa: FBT001
+        enable_gqa: bool,
     ) -> torch.Tensor:
         output = run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return in_order(output, query, order)

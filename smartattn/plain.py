@@ -94,7 +94,7 @@ def wrong_call_text(call: Call) -> str:
         found.append(f"key lengths differ ({given}); key and value must share the size S.")
     if len(shapes["query"]) > 2:
         Hq, H = shapes["query"][-3], shapes["key"][-3]
-        if Hq != H and H != 1 and not call.enable_gqa:
+        if H not in (1, Hq) and not call.enable_gqa:
             found.append(f"query has {Hq} heads and key {H}; pass enable_gqa=True when each key head serves a group.")
         elif H and Hq % H:
             found.append(f"query has {Hq} heads and key {H}; query heads must be a multiple of key heads.")

@@ -437,7 +437,9 @@ def _dynamic(view: View, record: Record) -> bool | None:
 
 
 def _bind(view: View, route: Route, origin: str, choice: Choice | None = None, note: str = "") -> Binding:
-    return Binding(route.bind(view.signature, view.environment), route.name, origin, view.signature, view.environment, choice, note)
+    return Binding(
+        route.bind(view.signature, view.environment), route.name, origin, view.signature, view.environment, choice, note
+    )
 
 
 def _only_route(view: View) -> Route | None:

@@ -16,7 +16,6 @@ import functools
 import hashlib
 import math
 import operator
-import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

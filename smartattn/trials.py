@@ -112,7 +112,9 @@ def shortened(call: Call, by: int) -> Call | None:
     if mask is not None:
         mask = mask[..., : S - by] if mask.size(-1) > 1 else mask
         mask = mask[..., : L - by, :] if mask.size(-2) == L and L > 1 else mask
-    return call._replace(query=query, key=call.key[..., : S - by, :], value=call.value[..., : S - by, :], attn_mask=mask)
+    return call._replace(
+        query=query, key=call.key[..., : S - by, :], value=call.value[..., : S - by, :], attn_mask=mask
+    )
 
 
 def trial_of(run: Runner, call: Call, signature: Signature) -> Callable[[], object]:

@@ -267,7 +267,8 @@ def tensor_guard(tensors: tuple[torch.Tensor, ...]) -> Callable[..., bool] | Non
         guard = torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     except (AttributeError, TypeError, RuntimeError):
         return None
-    return guard.check  # type: ignore[no-any-return]  # PyTorch's stub has no type for it
+    check: Callable[..., bool] = guard.check
+    return check
 
 
 def run_for_real(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -68,7 +68,11 @@ class Workload:
         )
         if self.mask in ("none", "causal"):
             return dataclasses.replace(signature, mask=self.mask)
-        sizes = {"padding": (self.N, 1, 1, self.S), "bool": (1, 1, self.L, self.S), "bias": (1, self.Hq, self.L, self.S)}
+        sizes = {
+            "padding": (self.N, 1, 1, self.S),
+            "bool": (1, 1, self.L, self.S),
+            "bias": (1, self.Hq, self.L, self.S),
+        }
         shape = sizes[self.mask]
         is_bias = self.mask == "bias"
         return dataclasses.replace(

@@ -30,7 +30,8 @@ def test_stats_count_what_is_there(filled: None, cache_dir: Path):
     found = cache.stats()
     assert (found.num_records, found.num_pending, found.num_quarantined) == (3, 1, 1)
     assert found.environments == {HERE.folder: 2, THERE.folder: 1}
-    assert HERE.folder in found.here and THERE.folder not in found.here
+    assert HERE.folder in found.here
+    assert THERE.folder not in found.here
     assert found.routes == {"stock": 3}
     assert found.origins == {"disk": 3}
     assert found.size_bytes == sum(p.stat().st_size for p in cache_dir.glob("v1/*/records/*.json"))

@@ -185,9 +185,7 @@ def test_looks_away():
     check(TRIANGLE)
     configure(recognize_masks=True)
     smartattn.scaled_dot_product_attention(query, key, value, TRIANGLE, backend="math")
-    smartattn.attention.attend(
-        Site(wish_of(recognizes=False)), query, key, value, TRIANGLE, 0.0, False, None, False
-    )
+    smartattn.attention.attend(Site(wish_of(recognizes=False)), query, key, value, TRIANGLE, 0.0, False, None, False)
     small = torch.ones(8, 8, dtype=torch.bool).tril()
     smartattn.scaled_dot_product_attention(query[:, :, :8], key[:, :, :8], value[:, :, :8], small)
     additive = torch.zeros(L, L, requires_grad=True)

@@ -106,7 +106,9 @@ def test_a_decode_loop_pays_no_plan_per_step_and_few_tunings(world):
     assert len(planned._planned) <= 3 * smartattn.stats().tunings
 
 
-@pytest.mark.parametrize("lengths", [[1, 2**17 + 1, 5, 2**17 + 2], [3, 999, 4, 998, 7, 1001] * 3], ids=["far", "jumping"])
+@pytest.mark.parametrize(
+    "lengths", [[1, 2**17 + 1, 5, 2**17 + 2], [3, 999, 4, 998, 7, 1001] * 3], ids=["far", "jumping"]
+)
 def test_wild_lengths_cost_bounded_tunings(world, lengths):
     """Tiny, huge and jumping lengths cost at most one tuning per bucket."""
     module = smartattn.SmartAttention()
@@ -346,8 +348,6 @@ def test_an_explicit_backend_runs_or_raises_with_all_reasons(world):
 def test_a_plan_cost_worth_counting_is_far_above_a_first_call():
     """The bound between plans and warm-up lies between what was seen of both."""
     assert 0.34 < NEGLIGIBLE_PLAN_MS < 50
-
-
 
 
 def test_training_with_lengths_declared_to_change_never_plans(world):

@@ -700,4 +700,4 @@ def test_the_users_cache_folder_is_the_default(monkeypatch, tmp_path: Path):
 
 def test_a_store_can_be_copied_to_another_process(kept: Store):
     """A store holds no lock and no open file, so it survives pickling and forking."""
-    assert pickle.loads(pickle.dumps(kept)).find(HERE, RECORD.digest) == (RECORD, "disk")  # noqa: S301 - our own bytes
+    assert pickle.loads(pickle.dumps(kept)).find(HERE, RECORD.digest) == (RECORD, "disk")

@@ -157,7 +157,8 @@ def is_good(data: Data) -> bool:
 
 
 def _num_unstored(data: Data) -> int:
-    return max(0, data["stats"]["tunings"] - data["num_stored"])
+    num_unstored: int = data["stats"]["tunings"] - data["num_stored"]
+    return max(0, num_unstored)
 
 
 def show(data: Data, console: Console) -> None:

@@ -44,7 +44,9 @@ def strides_of(shape: Sequence[int], order: str, axes: str = AXES) -> tuple[int,
     return tuple(strides)
 
 
-def dense_layout(shape: Sequence[int], itemsize_bytes: int, order: str = "", *, has_aligned_start: bool = True) -> Layout:
+def dense_layout(
+    shape: Sequence[int], itemsize_bytes: int, order: str = "", *, has_aligned_start: bool = True
+) -> Layout:
     """Return the layout of a dense query, key or value; a fresh allocation starts on 16 bytes."""
     strides = strides_of(shape, order or natural_order(len(shape)))
     return read_layout(tuple(shape), strides, itemsize_bytes, 0 if has_aligned_start else 1)

@@ -86,9 +86,7 @@ class AlignMask(Rewrite):
         """Return the problem with an aligned mask."""
         shape = narrowed_mask_shape(signature)
         layout = dense_mask_layout(shape, signature.mask_dtype, _row_multiple(signature))
-        return dataclasses.replace(
-            signature, mask=signature.tensor_mask, mask_axes=axes_of(shape), mask_layout=layout
-        )
+        return dataclasses.replace(signature, mask=signature.tensor_mask, mask_axes=axes_of(shape), mask_layout=layout)
 
     def bind(self, signature: Signature, run: Runner) -> Runner:
         """Wrap the runner."""

@@ -96,7 +96,6 @@ class PadHeadDim(Rewrite):
             elements += signature.N * signature.Hq * signature.L * wider.Ev
         return elements * signature.itemsize_bytes
 
-
     def _wider(self, signature: Signature) -> Signature:
         E, Ev = (size + -size % self.multiple for size in (signature.E, signature.Ev))
         return dataclasses.replace(signature, E=E, Ev=Ev)

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from smartattn.rewrites.base import Rewrite
 from smartattn.signature import Call, Signature, read_signature
 
-LAYOUTS = ("natural", "bshd", "packed", "wide", "expanded_heads", "expanded_batch", "late", "last_strided", "outer_heads")
+LAYOUTS = (
+    "natural",
+    "bshd",
+    "packed",
+    "wide",
+    "expanded_heads",
+    "expanded_batch",
+    "late",
+    "last_strided",
+    "outer_heads",
+)
 MASK_LAYOUTS = ("natural", "wide", "expanded", "late", "transposed")
 
 
@@ -81,7 +91,9 @@ def mask_of(shape: tuple[int, ...], layout: str, dtype: torch.dtype, seed: int) 
 
 
 @st.composite
-def calls(draw: st.DrawFn, ranks: tuple[int, ...] = (3, 4, 5), dtypes: tuple[str, ...] = ("float32", "bfloat16")) -> Call:
+def calls(
+    draw: st.DrawFn, ranks: tuple[int, ...] = (3, 4, 5), dtypes: tuple[str, ...] = ("float32", "bfloat16")
+) -> Call:
     """Draw a regular call: any rank, layout, grouping, mask and head dim."""
     sizes = st.sampled_from
     batch = tuple(draw(sizes((1, 2, 3))) for _ in range(draw(sizes(ranks)) - 3))
@@ -138,7 +150,9 @@ def check_rewrite(rewrite: Rewrite, call: Call) -> None:
     expected = dense_reference(call)
     assert output.shape == expected.shape
     # A mask that is cast to the dtype of the inputs loses digits there; nothing else is inexact.
-    casts_mask = call.attn_mask is not None and call.attn_mask.dtype == torch.float32 and call.query.dtype != torch.float32
+    casts_mask = (
+        call.attn_mask is not None and call.attn_mask.dtype == torch.float32 and call.query.dtype != torch.float32
+    )
     tolerance = 2e-2 if casts_mask else 1e-9
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
     if signature.wants_grad:

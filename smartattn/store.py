@@ -88,9 +88,9 @@ class Store:
         if not stored.is_digest(digest):
             return None
         for root, origin in self._places():
-            if not os.path.exists(
-                f"{root}{os.sep}{VERSION_FOLDER}{os.sep}{environment.folder}{os.sep}{RECORDS}{os.sep}{digest}.json"
-            ):  # noqa: PTH110 - the usual miss, at the price of one stat
+            file = os.sep.join((str(root), VERSION_FOLDER, environment.folder, RECORDS, f"{digest}.json"))
+            # The usual miss, at the price of one stat.
+            if not os.path.exists(file):  # noqa: PTH110 - a Path costs more than the stat
                 continue
             folder = files.resolve_folder(root, VERSION_FOLDER, environment.folder, RECORDS)
             if folder is not None:

@@ -88,7 +88,7 @@ class Store:
         if not stored.is_digest(digest):
             return None
         for root, origin in self._places():
-            file = os.sep.join((str(root), VERSION_FOLDER, environment.folder, RECORDS, f"{digest}.json"))
+            file = f"{root}{os.sep}{VERSION_FOLDER}{os.sep}{environment.folder}{os.sep}{RECORDS}{os.sep}{digest}.json"
             # The usual miss, at the price of one stat.
             if not os.path.exists(file):  # noqa: PTH110 - a Path costs more than the stat
                 continue

@@ -37,7 +37,7 @@ from smartattn.view import View
 from smartattn.wishes import wish_of
 from smartattn.workloads import WORKLOADS
 
-CPU_LIMITS = {"N": 1, "L": 512, "S": 2048}
+CPU_LIMITS = {"N": 1, "Hq": 64, "L": 512, "S": 2048}
 MIN_REGRET = 1.05
 
 
@@ -46,6 +46,8 @@ def problems(device: torch.device, only: list[str]) -> Iterator[tuple[str, Signa
     is_cpu = device.type == "cpu"
     rows = 0
     for workload in WORKLOADS:
+        if is_cpu and workload.Hq > CPU_LIMITS["Hq"]:
+            continue
         if is_cpu:
             N = min(workload.N, 8 if "window" in workload.tags else CPU_LIMITS["N"])
             is_square = workload.L == workload.S
@@ -191,6 +193,9 @@ def show(rows: list[dict[str, Any]]) -> str:
         tunings = [row["tuning_ms"] for row in rows if f" {pass_name} " in row["signature"]]
         if tunings:
             lines.append(f"median tuning, {pass_name}: {statistics.median(tunings):.0f} ms over {len(tunings)}")
+    short = [row["tuning_ms"] for row in rows if (row["stock_us"] or row["chosen_us"]) < 1e3]
+    if short:
+        lines.append(f"median tuning of calls under a millisecond: {statistics.median(short):.0f} ms over {len(short)}")
     lines.append(
         f"{len(rows)} rows; worst regret {max(row['regret_ratio'] for row in rows):.3f}, "
         f"regret above {MIN_REGRET}: {sum(row['regret_ratio'] > MIN_REGRET for row in rows)}; "

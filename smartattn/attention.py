@@ -154,7 +154,7 @@ class _Scriptable(SmartAttention):
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """Run PyTorch's own function when scripted, else what the replaced module runs."""
-        if torch.jit.is_scripting():  # type: ignore[attr-defined]  # PyTorch documents it under this name
+        if torch.jit.is_scripting():
             return torch.nn.functional.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )

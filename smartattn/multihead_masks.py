@@ -6,9 +6,11 @@ makes and recognises it once.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -22,6 +24,11 @@ TABLE_SIZE = 8
 _table: OrderedDict[Hashable, tuple[tuple[weakref.ref[torch.Tensor], ...], tuple[torch.Tensor | None, bool]]] = (
     OrderedDict()
 )
+
+
+def _forget(key: Any, table: OrderedDict[Any, Any], _: weakref.ref[torch.Tensor]) -> None:
+    # The table comes as an argument: at the interpreter's end this module's own names are gone first.
+    table.pop(key, None)
 
 
 def combined_mask(
@@ -77,7 +84,7 @@ def combined_mask(
         attn_mask, key_padding_mask, is_causal, shape, num_extra, query, is_dense=is_dense, reads=is_remembered
     )
     if is_remembered:
-        _table[key] = tuple(weakref.ref(mask, lambda _: _table.pop(key, None)) for mask in sources), result
+        _table[key] = tuple(weakref.ref(mask, functools.partial(_forget, key, _table)) for mask in sources), result
         while len(_table) > TABLE_SIZE:
             _table.popitem(last=False)
     return result

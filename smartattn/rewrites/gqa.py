@@ -91,12 +91,12 @@ def _folded_layout(signature: Signature, shape: tuple[int, ...]) -> Layout:
         return dense_layout(shape, signature.itemsize_bytes)
     if is_dense(layout) and layout.order == natural_order(signature.rank):
         return dense_layout(shape, signature.itemsize_bytes, has_aligned_start=layout.has_aligned_start)
-    # One query: the axis of heads splits in two that lie one inside the other, in place of the old one; an axis of
-    # one element stays where it stands by nature.
-    order = layout.order.replace("s", "").replace("h", "hs" if signature.H > 1 else "s")
-    if signature.H == 1:
-        index = natural_order(signature.rank).index("h")
-        order = order[:index] + "h" + order[index:]
+    # One query: the axis of heads splits in two that lie one inside the other, in place of the old one; axes of one
+    # element stay where they stand by nature, as in ``read_layout``.
+    natural = natural_order(signature.rank)
+    single = {letter for letter, size in zip(natural, shape, strict=True) if size == 1}
+    moving = iter([letter for letter in layout.order.replace("s", "").replace("h", "hs") if letter not in single])
+    order = "".join(letter if letter in single else next(moving) for letter in natural)
     return dataclasses.replace(layout, order=order)
 
 

@@ -14,7 +14,7 @@ from smartattn.rewrites.pad_head_dim import PadHeadDim
 from smartattn.rewrites.registry import REWRITES
 from smartattn.rewrites.split_batch import SplitBatch
 from smartattn.signature import Call, read_signature
-from tests.rewrites.contract import calls, check_rewrite, run_captured
+from tests.rewrites.contract import calls, check_rewrite, run_captured, tensor_of
 
 ALL = (*REWRITES[:-1], SplitBatch(limit=2))
 
@@ -117,3 +117,10 @@ def test_split_declines_rows_between_on_a_gpu():
     tensor = torch.randn(3, 2, 4, 5)
     signature = dataclasses.replace(read_signature(Call(tensor, tensor, tensor)), device_type="cuda")
     assert "16 bytes" in SplitBatch(limit=2).reasons(signature)[0]
+
+
+def test_fold_gqa_keeps_single_axes_in_their_place():
+    """With heads outermost and a batch axis of one element, the folded layout is the one that the tensor has."""
+    query = tensor_of((2, 1, 4, 1, 8), "outer_heads", torch.float32, 0)
+    key = tensor_of((2, 1, 2, 3, 8), "natural", torch.float32, 1)
+    check_rewrite(FoldGqa(), Call(query, key, key, enable_gqa=True))

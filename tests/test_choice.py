@@ -1,5 +1,6 @@
 """Choosing is a pure function of outcomes."""
 
+import dataclasses
 import math
 
 import pytest
@@ -41,6 +42,14 @@ def test_stock_keeps_its_place_within_the_noise():
     """A gain smaller than the standard error of both medians does not displace stock."""
     assert fastest({"stock": timed(120, spread_us=60, n=4), "flash": timed(100)}) == "stock"
     assert fastest({"stock": timed(120, spread_us=60, n=100), "flash": timed(100)}) == "flash"
+
+
+def test_the_backend_that_stock_runs_must_win_clearly():
+    """One kernel by two ways in differs by noise alone, so stock stays unless the direct call gains a tenth."""
+    stock = dataclasses.replace(timed(108), resolved="flash")
+    assert fastest({"stock": stock, "flash": timed(100)}) == "stock"
+    assert fastest({"stock": stock, "eager": timed(100)}) == "eager"
+    assert fastest({"stock": dataclasses.replace(stock, device_us=111.0), "flash": timed(100)}) == "flash"
 
 
 def test_near_ties_go_to_the_order_of_the_record():

@@ -31,15 +31,13 @@ from smartattn.ranges import Ranges, check_ranges, spread
 from smartattn.record import Record, Rejected, Timed
 from smartattn.routes import routes_for
 from smartattn.selector import is_stale, selector
-from smartattn.settings import EFFORTS, check_choice, configure, settings
+from smartattn.settings import EFFORTS, check_choice, configure
 from smartattn.signature import Signature, parse_signature
 from smartattn.trials import generators_of
 from smartattn.view import View
 from smartattn.wishes import unbind_all, wish_of
 
 PASSES = ("infer", "train")
-EFFORT_RATIOS = {"quick": 0.25, "standard": 1.0, "max": 4.0}
-"""Time budget of one signature over ``signature_budget_ms``."""
 STATUSES = ("tuned", "renewed", "stored", "noisy", "failed", "left")
 _JUDGED_BY_RUNNING = ("a single call is too slow", "ran out of memory", "wants ")
 """How reasons begin that a tuning found by running or by looking at free memory, not by what a backend declares."""
@@ -290,8 +288,7 @@ def _warm(
     if budget_s is not None and not budget_s > 0:
         raise SettingError(f"budget_s is {budget_s!r}; it must be a number of seconds above 0.")
     items = _items(found, lengths or {})
-    budget_ms = settings().signature_budget_ms * EFFORT_RATIOS[effort]
-    old = configure(signature_budget_ms=budget_ms, effort=effort)
+    old = configure(effort=effort)
     start_s = time.monotonic()
     try:
         with report_on(progress, len(items)) as report:

@@ -84,11 +84,13 @@ class Selector:
                 now = settings()
                 self._layers = now.cache_dir, now.layers
                 self._memory = Memory(Store(now.cache_dir, now.layers))
+                events.logger.setLevel(now.log.upper())
             return self._memory
 
     def settings_changed(self, now: Settings) -> None:
         """Open other layers when the settings name others; counts, time spent and pending signatures stay."""
         with self._lock:
+            events.logger.setLevel(now.log.upper())
             layers = now.cache_dir, now.layers
             if layers != self._layers:
                 self._layers = layers
@@ -292,7 +294,7 @@ class Selector:
         if versions.is_capturing(view.signature.device_type):
             return CAPTURED
         if view.settings.agreement == "group":
-            return "left to smartattn.distributed.agree"
+            return "agreement is 'group': left to tune_pending between steps"
         if self.spent_s >= view.settings.process_budget_s:
             events.warn_once(
                 "process budget",
@@ -412,7 +414,7 @@ selector = Selector()
 
 def _exact_tuning_calls(view: View, choice: Choice) -> int:
     """Return after how many calls at one length a tuning of its own adds little to what was spent."""
-    return math.ceil(EXACT_TUNING_RATIO * view.settings.signature_budget_ms * 1e3 / max(choice.cost_us, 1.0))
+    return math.ceil(EXACT_TUNING_RATIO * view.settings.tuning_budget_ms * 1e3 / max(choice.cost_us, 1.0))
 
 
 def _is_final(view: View) -> bool:

@@ -20,7 +20,9 @@ MODES = ("tune", "record", "frozen", "error", "off")
 WRITING_MODES = ("tune", "record")
 """Modes that may write to the cache folder."""
 ACCURACIES = ("standard", "strict", "approximate")
-EFFORTS = ("quick", "standard", "max")
+EFFORT_RATIOS = {"quick": 0.25, "standard": 1.0, "max": 4.0}
+"""Time that a tuning may take, over ``signature_budget_ms``."""
+EFFORTS = tuple(EFFORT_RATIOS)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 AGREEMENTS = ("process", "group")
 ENVIRONMENT_PREFIX = "SMARTATTN_"
@@ -46,7 +48,7 @@ class Settings:
         memory_share: share of the free memory that a route's workspace may take, 0 to 1.
         recognize_masks: whether the values of dense masks are read to find out what they mean.
         log: least severe level that the ``smartattn`` logger lets through.
-        agreement: ``process`` tunes in a step; ``group`` leaves it to ``smartattn.distributed.agree``.
+        agreement: ``process`` tunes in a step; ``group`` notes what it misses as pending, for ``tune_pending`` between steps.
     """
 
     mode: str = "tune"
@@ -62,6 +64,11 @@ class Settings:
     recognize_masks: bool = True
     log: str = "warning"
     agreement: str = "process"
+
+    @property
+    def tuning_budget_ms(self) -> float:
+        """Milliseconds that one tuning may take: ``signature_budget_ms`` scaled by ``effort``."""
+        return self.signature_budget_ms * EFFORT_RATIOS[self.effort]
 
 
 def check_choice(what: str, given: object, allowed: tuple[str, ...]) -> str:

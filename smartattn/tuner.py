@@ -250,7 +250,7 @@ class Tuning:
             # Far behind, and slow: what its first call told is all that the record needs.
             measured[STOCK] = Measurement((Sample(stock_us, stock_us),))
             del remaining[STOCK]
-        budget_ms = self.settings.signature_budget_ms
+        budget_ms = self.settings.tuning_budget_ms
         while remaining:
             long_us = {name: firsts[name] for name in remaining if firsts[name] >= LONG_CALL_US}
             looks = {name: Sample(us, us) for name, us in long_us.items()}

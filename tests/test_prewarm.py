@@ -265,7 +265,7 @@ def test_effort_scales_the_budget(effort: str, budget_ms: float, monkeypatch: py
     tune = Selector._tune
 
     def spy(self, call, view, **rest):
-        seen.append(view.settings.signature_budget_ms)
+        seen.append(view.settings.tuning_budget_ms)
         return tune(self, call, view, **rest)
 
     monkeypatch.setattr(Selector, "_tune", spy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
 from pathlib import Path
@@ -166,3 +167,17 @@ def test_choices_are_distinct(values: tuple[str, ...], size: int):
 def test_settings_are_what_the_package_exports():
     """``smartattn.settings`` is the function, though a module has the same name."""
     assert settings_function is settings
+
+
+def test_effort_scales_the_budget_of_a_tuning():
+    """A quarter, all or four times ``signature_budget_ms``."""
+    budgets = [Settings(effort=effort, signature_budget_ms=100.0).tuning_budget_ms for effort in EFFORTS]
+    assert budgets == [25.0, 100.0, 400.0]
+
+
+def test_log_is_the_level_of_the_logger():
+    """The setting lets through what is at least as severe."""
+    configure(log="error")
+    assert logging.getLogger("smartattn").level == logging.ERROR
+    configure(log="warning")
+    assert logging.getLogger("smartattn").level == logging.WARNING

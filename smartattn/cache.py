@@ -24,7 +24,8 @@ from smartattn.pending import devices_here
 from smartattn.record import Record, Rejected
 from smartattn.routes import SEPARATOR
 from smartattn.selector import selector
-from smartattn.signature import Signature, parse_signature
+from smartattn.signature import Signature
+from smartattn.signature_text import parse_signature
 from smartattn.stored import PENDING, QUARANTINE, StoredRecord
 from smartattn.verify import verify
 from smartattn.wishes import unbind_all

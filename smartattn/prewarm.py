@@ -32,7 +32,8 @@ from smartattn.record import Record, Rejected, Timed
 from smartattn.routes import routes_for
 from smartattn.selector import is_stale, selector
 from smartattn.settings import EFFORTS, check_choice, configure
-from smartattn.signature import Signature, parse_signature
+from smartattn.signature import Signature
+from smartattn.signature_text import parse_signature
 from smartattn.trials import generators_of
 from smartattn.view import View
 from smartattn.wishes import unbind_all, wish_of

@@ -29,7 +29,8 @@ from smartattn.profiled import Ceilings, Profiled, read
 from smartattn.routes import Route, check_route_name, parse_route
 from smartattn.selector import selector
 from smartattn.settings import settings
-from smartattn.signature import DTYPES, Call, Signature, parse_signature
+from smartattn.signature import DTYPES, Call, Signature
+from smartattn.signature_text import parse_signature
 from smartattn.trials import leaf_copies, trial_of, untraced
 from smartattn.tuner import one_line
 from smartattn.validation import Validator

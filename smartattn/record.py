@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 from smartattn.buckets import Bucket, bucket_of
 from smartattn.environment import SCHEMA, Provenance
-from smartattn.signature import Signature, parse_signature
+from smartattn.signature import Signature
+from smartattn.signature_text import parse_signature
 
 
 @dataclass(frozen=True, slots=True)

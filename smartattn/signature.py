@@ -11,21 +11,17 @@ value heads, L query length, S key length, E head dim, Ev value head dim).
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import math
 import operator
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from smartattn import versions
-from smartattn.errors import UnknownNameError
-from smartattn.layout import MASK_AXES, Layout, parse_layout, read_layout
+from smartattn.layout import MASK_AXES, Layout, read_layout
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -189,7 +185,7 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-_OPTIONAL = (
+OPTIONAL_FIELDS = (
     "gqa",
     "grads",
     "mask_axes",
@@ -202,7 +198,7 @@ _OPTIONAL = (
     "reduced",
     "disabled",
 )
-_CHOICES = {
+FIELD_CHOICES = {
     "scale": ("positive", "non_positive"),
     "gqa": ("none", "enabled", "implicit"),
     "dropout": ("none", "sixteenths", "other"),
@@ -210,8 +206,7 @@ _CHOICES = {
     "reduced": ("on",),
 }
 # Sizes are plain digits, few enough for any machine; int() would also take other scripts and underscores.
-_SIZE = re.compile(r"[1-9][0-9]{0,14}")
-_SIZES = ("Hq", "H", "L", "S", "E", "Ev")
+SIZES = ("Hq", "H", "L", "S", "E", "Ev")
 _FAMILY_FIELDS = operator.attrgetter(
     *(field.name for field in dataclasses.fields(Signature) if field.name not in ("batch", "L", "S"))
 )
@@ -227,8 +222,8 @@ def _text(signature: Signature, *, with_lengths: bool) -> str:
     return f"sdpa {s.pass_name} {s.device_type} {s.dtype} {batch} Hq{s.Hq} H{s.H}{L}{S} E{s.E} Ev{s.Ev} {fields}"
 
 
-_FIELDS = ("mask", "scale", *_OPTIONAL)
-_read_fields = operator.attrgetter(*_FIELDS)
+TEXT_FIELDS = ("mask", "scale", *OPTIONAL_FIELDS)
+_read_fields = operator.attrgetter(*TEXT_FIELDS)
 
 
 # Few values exist of what does not hold lengths, so that this answers nearly always from memory.
@@ -236,128 +231,10 @@ _read_fields = operator.attrgetter(*_FIELDS)
 def _text_of_fields(layouts: tuple[Layout, ...], *values: Any) -> str:
     texts = [str(layout) for layout in layouts]
     parts = ["layout=" + (texts[0] if len(set(texts)) == 1 else ",".join(texts))]
-    for name, value in zip(_FIELDS, values, strict=True):
-        if name not in _OPTIONAL or value != _DEFAULTS[name]:
+    for name, value in zip(TEXT_FIELDS, values, strict=True):
+        if name not in OPTIONAL_FIELDS or value != _DEFAULTS[name]:
             parts.append(f"{name}={'on' if value is True else value}")
     return " ".join(parts)
-
-
-_USUAL = re.compile(
-    rf"sdpa (infer|train) ([a-z]+) ({'|'.join(DTYPES)}) N(-|{_SIZE.pattern}(?:x{_SIZE.pattern})*) "
-    + " ".join(rf"{name}({_SIZE.pattern})" for name in _SIZES)
-    + " (.+)"
-)
-"""A signature's text as ``str`` writes it."""
-
-
-def _fail(index: int, words: list[str], expected: str, allowed: Iterable[str] = ()) -> UnknownNameError:
-    read = " ".join(words[:index])
-    given = words[index] if index < len(words) else "the end"
-    nearest = difflib.get_close_matches(given, allowed, n=3, cutoff=0.5)
-    hint = f". Did you mean {' or '.join(nearest)}?" if nearest else ""
-    return UnknownNameError(
-        f"signature text makes sense up to {read!r}; then comes {given!r}, expected {expected}{hint}"
-    )
-
-
-def parse_signature(text: str) -> Signature:
-    """Return the signature whose ``str`` is ``text``.
-
-    Raises:
-        UnknownNameError: names the first word that makes no sense and what was expected there.
-    """
-    found = _USUAL.fullmatch(text)
-    if found is not None:
-        # The form that ``str`` gives, in one step and with the fields behind the sizes from memory: 10,000 records are
-        # listed within a second. Whatever is wrong is told by the way below.
-        pass_name, device_type, dtype, batch_text, *numbers, rest = found.groups()
-        fields = _usual_fields(rest)
-        Hq, H, L, S, E, Ev = map(int, numbers)
-        if fields is not None and Hq % H == 0:
-            batch = () if batch_text == "-" else tuple(map(int, batch_text.split("x")))
-            return Signature(pass_name, device_type, dtype, batch, Hq, H, L, S, E, Ev, **fields)
-    return _parse_words(text.split())
-
-
-@functools.lru_cache(maxsize=2048)
-def _usual_fields(text: str) -> dict[str, Any] | None:
-    """Return the fields after the sizes; ``None`` where they are not right. The dict is shared: only read it."""
-    try:
-        fields = _parse_fields(text.split(), start=0)
-    except UnknownNameError:
-        return None
-    return fields if "layouts" in fields else None
-
-
-def _parse_words(words: list[str]) -> Signature:
-    heads: list[tuple[str, tuple[str, ...]]] = [
-        ("'sdpa'", ("sdpa",)),
-        ("'infer' or 'train'", ("infer", "train")),
-        ("a device type such as 'cpu' or 'cuda'", ()),
-        (f"a dtype: {', '.join(DTYPES)}", tuple(DTYPES)),
-    ]
-    for index, (expected, allowed) in enumerate(heads):
-        if index >= len(words) or (allowed and words[index] not in allowed) or not words[index].isalnum():
-            raise _fail(index, words, expected, allowed)
-    sizes: dict[str, Any] = {}
-    batch: tuple[int, ...] = ()
-    for index, name in enumerate(("N", *_SIZES), start=len(heads)):
-        word = words[index] if index < len(words) else ""
-        number = word.removeprefix(name)
-        parts = () if name == "N" and number == "-" else tuple(number.split("x"))
-        is_readable = word.startswith(name) and all(_SIZE.fullmatch(part) for part in parts)
-        if not is_readable or (name != "N" and len(parts) != 1):
-            raise _fail(index, words, f"{name} followed by its size, such as '{name}8'")
-        if name == "N":
-            batch = tuple(map(int, parts))
-        else:
-            sizes[name] = int(number)
-    if sizes["Hq"] % sizes["H"]:
-        raise _fail(len(heads) + 2, words, f"H followed by a divisor of {sizes['Hq']}")
-    fields = _parse_fields(words, start=len(heads) + 1 + len(_SIZES))
-    if "layouts" not in fields:
-        raise _fail(len(words), words, "'layout=...'")
-    return Signature(
-        pass_name=words[1],
-        device_type=words[2],
-        dtype=words[3],
-        batch=batch,
-        **sizes,
-        **fields,
-    )
-
-
-def _parse_fields(words: list[str], start: int) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for index in range(start, len(words)):
-        name, equals, value = words[index].partition("=")
-        try:
-            if not equals or value not in _CHOICES.get(name, (value or None,)):
-                raise ValueError
-            if ("layouts" if name == "layout" else name) in fields:
-                raise ValueError
-            if name == "layout":
-                parsed = [parse_layout(part) for part in value.split(",")]
-                if len(parsed) not in (1, 3):
-                    raise ValueError
-                fields["layouts"] = tuple(parsed * (3 // len(parsed)))
-            elif name == "mask_layout":
-                fields[name] = parse_layout(value)
-            elif name == "reduced":
-                fields[name] = value == "on"
-            elif name in ("mask", "scale", *_OPTIONAL):
-                fields[name] = value
-            else:
-                raise ValueError
-        except ValueError:
-            if name in _CHOICES and name not in fields:
-                allowed = [f"{name}={each}" for each in _CHOICES[name]]
-                expected = f"{name}= one of: {', '.join(_CHOICES[name])}"
-            else:
-                allowed = [f"{each}={value}" for each in ("layout", "mask", "scale", *_OPTIONAL) if each not in fields]
-                expected = f"name=value, each name once, of: {', '.join(('layout', 'mask', 'scale', *_OPTIONAL))}"
-            raise _fail(index, words, expected, allowed) from None
-    return fields
 
 
 def read_signature(call: Call) -> Signature | None:

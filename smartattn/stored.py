@@ -19,7 +19,8 @@ from smartattn.environment import SCHEMA, Environment
 from smartattn.formatting import shorten
 from smartattn.record import Record, record_from_dict
 from smartattn.routes import check_route_name
-from smartattn.signature import Signature, digest_of, parse_signature
+from smartattn.signature import Signature, digest_of
+from smartattn.signature_text import parse_signature
 
 VERSION_FOLDER = f"v{SCHEMA}"
 RECORDS, PENDING, QUARANTINE = "records", "pending", "quarantine"

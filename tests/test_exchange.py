@@ -14,7 +14,8 @@ from smartattn.environment import Environment, environment_of, provenance_now
 from smartattn.errors import SettingError
 from smartattn.exchange import export, merge
 from smartattn.record import Record, Rejected, Timed
-from smartattn.signature import Signature, parse_signature
+from smartattn.signature import Signature
+from smartattn.signature_text import parse_signature
 from smartattn.store import Store
 from tests.fakes import make_environment
 

@@ -20,7 +20,8 @@ from smartattn.prewarm import prewarm, prewarm_pending, prewarm_signatures, reco
 from smartattn.progress import Progress
 from smartattn.record import Rejected, Timed
 from smartattn.selector import Selector, selector
-from smartattn.signature import Signature, parse_signature
+from smartattn.signature import Signature
+from smartattn.signature_text import parse_signature
 from tests.fakes import FakeBackend, FakeClock, registered
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from smartattn.kernels import Kernel
 from smartattn.occupancy import Occupancy
 from smartattn.profiling import ROUTES, Ceilings, Profiled, flops_of, profile, read, traffic_bytes_of
 from smartattn.selector import selector
-from smartattn.signature import parse_signature
+from smartattn.signature_text import parse_signature
 from smartattn.workloads import WORKLOADS
 from tests.fakes import FakeBackend, FakeClock, registered
 

@@ -9,7 +9,8 @@ from smartattn.buckets import bucket_of
 from smartattn.errors import SettingError, UnknownNameError
 from smartattn.inputs import synthesize
 from smartattn.ranges import check_ranges, edges, spread
-from smartattn.signature import Call, Signature, parse_signature, read_signature
+from smartattn.signature import Call, Signature, read_signature
+from smartattn.signature_text import parse_signature
 
 TEXT = "sdpa infer cpu float32 N2 Hq4 H4 L{L} S{S} E16 Ev16 layout=bhsd mask=none scale=positive"
 

@@ -23,7 +23,7 @@ from smartattn.record import (
     outcome_to_dict,
     record_from_dict,
 )
-from smartattn.signature import parse_signature
+from smartattn.signature_text import parse_signature
 
 SIGNATURE = parse_signature("sdpa infer cpu float32 N2 Hq4 H4 L300 S300 E64 Ev64 layout=bhsd mask=none scale=positive")
 PROVENANCE = Provenance(date="2026-01-02T03:04:05+00:00", driver="", threads=4, host="here", smartattn="0.1.0")

@@ -13,7 +13,8 @@ from smartattn import reference
 from smartattn.parts import choose_part, restrict, spread, take
 from smartattn.probes import LETTERS, leaves
 from smartattn.reference import attention, flat_mask, reference_dtype, solve
-from smartattn.signature import Call, parse_signature
+from smartattn.signature import Call
+from smartattn.signature_text import parse_signature
 from tests.backends.contract import Problem, problems
 
 QUICK = settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])

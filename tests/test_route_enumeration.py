@@ -14,7 +14,8 @@ from smartattn.backends.flash import FlashCuda
 from smartattn.backends.registry import backends_for
 from smartattn.environment import environment_of
 from smartattn.routes import check_route_name, parse_route, routes_for
-from smartattn.signature import Call, parse_signature, read_signature
+from smartattn.signature import Call, read_signature
+from smartattn.signature_text import parse_signature
 from tests.rewrites.contract import calls, dense_reference, gradients
 
 CUDA = {

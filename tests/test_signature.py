@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from smartattn.errors import UnknownNameError
 from smartattn.layout import Layout
-from smartattn.signature import DTYPES, MASK_KINDS, Call, Signature, parse_signature, read_signature
+from smartattn.signature import DTYPES, MASK_KINDS, Call, Signature, read_signature
+from smartattn.signature_text import parse_signature
 from tests.fakes import tensors
 
 BASE = Signature(

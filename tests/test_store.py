@@ -18,7 +18,7 @@ from smartattn.buckets import bucket_of
 from smartattn.environment import SCHEMA, Provenance
 from smartattn.errors import UnknownNameError
 from smartattn.record import Failed, Record, Timed
-from smartattn.signature import parse_signature
+from smartattn.signature_text import parse_signature
 from smartattn.store import Store
 from tests.fakes import make_environment
 

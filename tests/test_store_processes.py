@@ -23,7 +23,7 @@ import pytest
 
 from smartattn.environment import Provenance
 from smartattn.record import Failed, Record, Timed
-from smartattn.signature import parse_signature
+from smartattn.signature_text import parse_signature
 from smartattn.store import Store
 from tests.fakes import make_environment
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from smartattn.inputs import synthesize
-from smartattn.signature import parse_signature, read_signature
+from smartattn.signature import read_signature
+from smartattn.signature_text import parse_signature
 from smartattn.workloads import WORKLOADS, Workload, signatures, workload_names
 
 MODELS = (

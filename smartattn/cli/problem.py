@@ -10,7 +10,8 @@ import torch
 from smartattn import cache
 from smartattn.errors import UnknownNameError
 from smartattn.settings import check_choice
-from smartattn.signature import DTYPES, Signature, parse_signature
+from smartattn.signature import DTYPES, Signature
+from smartattn.signature_text import parse_signature
 from smartattn.workloads import WORKLOADS, Workload, workload_names
 
 MASKS = ("none", "causal", "padding", "bool", "bias")

@@ -13,7 +13,8 @@ from smartattn import guards
 from smartattn.backends.base import Backend
 from smartattn.environment import environment_of
 from smartattn.inputs import synthesize
-from smartattn.signature import Call, Signature, parse_signature, read_signature
+from smartattn.signature import Call, Signature, read_signature
+from smartattn.signature_text import parse_signature
 from smartattn.validation import Validator, Verdict
 
 LAYOUTS = (

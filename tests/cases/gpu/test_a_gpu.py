@@ -179,7 +179,7 @@ def test_mask_and_triangle_both_apply(L: int, S: int, form: str, H: int):
 
 def closed_form(shape: str, name: str) -> tuple[str, ...]:
     """Return the reasons against a backend for a signature given by text, without any tensor."""
-    from smartattn.signature import parse_signature
+    from smartattn.signature_text import parse_signature
 
     signature = parse_signature(shape)
     environment = environment_of(torch.device("cuda"))

@@ -11,7 +11,6 @@ import torch
 from smartattn import torch_rules
 from smartattn.backends.base import Runner
 from smartattn.backends.output_layout import in_order
-from smartattn.backends.registry import backends_for
 from smartattn.environment import Environment
 from smartattn.signature import Signature
 
@@ -27,9 +26,8 @@ def stock_order(signature: Signature, environment: Environment) -> str:
     """Return the memory order of PyTorch's output for a signature: that of ``query``, ``bshd`` or ``bhsd``."""
     if signature.device_type == "cuda":
         return torch_rules.stock_output_order(signature, environment)
-    flash = backends_for(signature.device_type).get("flash")
     # Math takes what the fused operator refuses, and always gives contiguous results.
-    return BHSD if flash is None or flash.reasons(signature, environment) else QUERY
+    return QUERY if torch_rules.cpu_flash_takes(signature) else BHSD
 
 
 def in_stock_order(

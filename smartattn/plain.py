@@ -92,7 +92,7 @@ def wrong_call_text(call: Call) -> str:
         found.append(f"head dims differ ({given}); query and key must share the last size E.")
     if shapes["key"][-2] != shapes["value"][-2]:
         found.append(f"key lengths differ ({given}); key and value must share the size S.")
-    if len(shapes["query"]) > 2:
+    if len(shapes["query"]) > 2 and len(shapes["key"]) > 2:
         Hq, H = shapes["query"][-3], shapes["key"][-3]
         if H not in (1, Hq) and not call.enable_gqa:
             found.append(f"query has {Hq} heads and key {H}; pass enable_gqa=True when each key head serves a group.")

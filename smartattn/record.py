@@ -187,7 +187,7 @@ def _checked(name: str, value: Any, type_name: str) -> Any:
         if (kind is float or kind is int) and 0 <= value <= _LARGEST:
             return float(value)
     elif type_name == "int":
-        if kind is int and value >= 0:
+        if kind is int and 0 <= value <= _LARGEST:
             return value
     elif type_name == "str":
         if kind is str:

@@ -195,6 +195,13 @@ CASES = [
         {"device_type": "cpu", "scale": "non_positive", "mask": "causal"},
         {"device_type": "cpu", "scale": "non_positive"},
     ),
+    (
+        "flash_for_cpu_gradients_of_rows_of_nothing_but_large_negative_values",
+        "stock",
+        PROCESSOR,
+        FLOAT32 | {"device_type": "cpu", "dtype": "float32", "pass_name": "train", "grads": "qkv"},
+        FLOAT32 | {"device_type": "cpu", "dtype": "float32"},
+    ),
 ]
 
 

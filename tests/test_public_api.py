@@ -108,3 +108,17 @@ def test_main_job(quiet_machine: None):
         torch.testing.assert_close(found, expected)
     assert smartattn.stats().tunings == 1
     assert len(smartattn.cache.records()) == 1
+
+
+def test_mixed_ranks_raise_what_pytorch_raises():
+    """What is added to PyTorch's error asks nothing of tensors that they lack."""
+    with pytest.raises(RuntimeError, match="dtype"):
+        smartattn.scaled_dot_product_attention(torch.randn(1, 5, 3), torch.randn(4, 3).double(), torch.randn(4, 2))
+
+
+def test_one_key_head_without_enable_gqa_has_pytorchs_strides():
+    """PyTorch runs Math there, whose output is contiguous, whatever answers here."""
+    query = torch.randn(2, 33, 2, 17).transpose(1, 2)
+    key = torch.randn(2, 1, 33, 17)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, key)
+    assert smartattn.scaled_dot_product_attention(query, key, key).stride() == expected.stride()

@@ -184,3 +184,11 @@ def test_any_value_anywhere_is_read_or_refused(path, value):
     except ValueError:
         return
     assert record_from_dict(record.to_dict()).signature == SIGNATURE
+
+
+@pytest.mark.parametrize("name", ["n", "peak_bytes"])
+def test_numbers_beyond_any_machine_are_refused(name: str):
+    """A count that no arithmetic here can hold is damage."""
+    data = {"is": "timed", "device_us": 1.0, "host_us": 1.0, "spread_us": 0.0, "n": 1, "error": 0.1, "version": "v"}
+    with pytest.raises(ValueError, match=name):
+        outcome_from_dict({**data, name: 10**400})

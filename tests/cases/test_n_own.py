@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import smartattn
 from smartattn.signature import Call
@@ -65,3 +66,32 @@ def test_inputs_from_inference_mode_and_out_of_it_do_not_mix():
     for _ in range(3):
         assert not smartattn.scaled_dot_product_attention(*call).is_inference()
     everywhere_right(call)
+
+
+@pytest.mark.parametrize("fill", [-1e9, torch.finfo(torch.float32).min], ids=["-1e9", "finfo.min"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["plain", "causal"])
+@pytest.mark.parametrize("batch", [(1,), (2, 1)], ids=["4-D", "5-D"])
+def test_rows_of_nothing_but_large_negative_values_keep_gradients(batch, is_causal, fill):
+    """A row that an additive mask fills with one huge negative value attends evenly, and so do its gradients.
+
+    PyTorch's fused operator on CPU loses the logarithm of the number of keys there, forward right, backward not.
+    """
+    query, key, value = (torch.randn(*batch, 2, 8, 8) for _ in "qkv")
+    mask = torch.zeros(8, 8)
+    mask[2] = fill
+    weights = torch.arange(8.0)
+
+    def gradients(attend, dtype):
+        tensors = [t.to(dtype).requires_grad_() for t in (query, key, value)]
+        return torch.autograd.grad((attend(*tensors) * weights).sum(), tensors)
+
+    def right(query, key, value):
+        whole = mask.masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), float("-inf")) if is_causal else mask
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, whole)
+
+    def ours(query, key, value):
+        return smartattn.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal)
+
+    for found, expected in zip(gradients(ours, torch.float32), gradients(right, torch.float32), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

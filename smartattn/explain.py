@@ -25,6 +25,8 @@ from smartattn.signature import Call, Signature, read_signature
 from smartattn.view import View
 from smartattn.wishes import wish_of
 
+NOT_MEASURED = "not measured yet"
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -35,7 +37,7 @@ class Explanation:
         mask: mask class.
         bucket: text of the bucket.
         route: name of the route that would run.
-        origin: ``memory``, ``disk``, ``layer <path>``, ``tuned``, ``safe default``, ``explicit`` or ``passed through``.
+        origin: ``memory``, ``disk``, ``layer <path>``, ``tuned``, ``safe default``, ``off`` or ``passed through``.
         stock_runs: backend that PyTorch's own function would run.
         outcomes: route name to outcome, every route that was thought of.
         note: why it is so, where that needs words.
@@ -93,7 +95,8 @@ class Explanation:
         mark = "->" if name == self.route else ""
         if not isinstance(outcome, Timed):
             why = "; ".join(outcome.reasons) if isinstance(outcome, Rejected) else outcome.reason
-            return (mark, name, "-", "-", "-", "-", "-", "-", f"{outcome.is_}: {why}")
+            text = why if why == NOT_MEASURED else f"{outcome.is_}: {why}"
+            return (mark, name, "-", "-", "-", "-", "-", "-", text)
         stock = self.outcomes.get(STOCK)
         gain = stock.cost_us / outcome.cost_us if isinstance(stock, Timed) else None
         plan = f"{outcome.plan_ms:.3g} ms" if outcome.plan_ms else "-"
@@ -167,9 +170,9 @@ def _explain_signature(view: View, found: tuple[Record, str] | None, stock_runs:
         if reasons:
             outcomes[route.name] = Rejected(reasons)
         elif route.name not in outcomes:
-            outcomes[route.name] = Rejected(("was not measured yet",))
+            outcomes[route.name] = Rejected((NOT_MEASURED,))
     choice = None if found is None else selector.consider(view, found[0])
-    base = {
+    base: dict[str, Any] = {
         "signature": str(signature),
         "mask": signature.mask,
         "bucket": str(bucket_of(signature)),
@@ -177,10 +180,14 @@ def _explain_signature(view: View, found: tuple[Record, str] | None, stock_runs:
         "outcomes": outcomes,
         "num_calls": selector.history.num_calls(signature),
     }
+    if view.settings.mode == "off":
+        return Explanation(route=STOCK, origin="off", note="mode is 'off': PyTorch's own function, always", **base)
     if found is None or choice is None:
         route = view.safe_route(outcomes)
         note = "nothing is stored for it" if found is None else "no stored route may serve it"
-        return Explanation(route=route.name, origin="safe default", note=note, **base)  # type: ignore[arg-type]  # one dict for both ends
+        if view.settings.mode == "error":
+            note += "; in mode 'error' the call would raise MissingRecordError"
+        return Explanation(route=route.name, origin="safe default", note=note, **base)
     return Explanation(
         route=choice.route,
         origin=found[1],
@@ -188,5 +195,5 @@ def _explain_signature(view: View, found: tuple[Record, str] | None, stock_runs:
         break_even_calls=choice.break_even_calls,
         record_signature=str(found[0].signature),
         provenance=found[0].provenance.to_dict(),
-        **base,  # type: ignore[arg-type]  # as above
+        **base,
     )

@@ -102,7 +102,10 @@ def _flag(what: str, given: object) -> bool:
 def _tristate(what: str, given: object) -> bool | None:
     if given is None or str(given).strip().lower() in ("", "none", "auto"):
         return None
-    return _flag(what, given)
+    try:
+        return _flag(what, given)
+    except SettingError:
+        raise SettingError(f"{what} is {given!r}; it must be true, false or none.") from None
 
 
 def _path(what: str, given: object) -> Path | None:

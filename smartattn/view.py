@@ -91,7 +91,12 @@ class View:
         if backend is None:
             return routes
         found = tuple(route for route in routes if matches(route, backend))
-        return found or (parse_route(backend, self.signature.device_type),)
+        if found:
+            return found
+        route = self.route(backend)
+        if route is None:
+            raise unavailable(self, {backend: (f"does not run on {self.signature.device_type}",)})
+        return (route,)
 
     def safe_route(self, outcomes: Mapping[str, Outcome]) -> Route:
         """Return the safe default: the first that has no reasons and that ``outcomes`` do not call wrong."""

@@ -355,3 +355,21 @@ def test_training_with_lengths_declared_to_change_never_plans(world):
     for length in (150, 151, 152, 153):
         assert run(call_at(length, grad=True), dynamic=True) == "free"
     assert smartattn.stats().tunings == 1
+
+
+def test_a_backend_of_another_device_is_unavailable_here():
+    """A backend that exists, but not on this device, raises like any other that cannot serve."""
+    with pytest.raises(smartattn.RouteUnavailableError, match="does not run on cpu") as error:
+        smartattn.scaled_dot_product_attention(*call_at(8), backend="cudnn")
+    assert error.value.reasons == {"cudnn": ("does not run on cpu",)}
+
+
+def test_explain_heeds_the_mode():
+    """Mode off is told, and so is what mode error would do; what was not measured is not called rejected."""
+    smartattn.configure(mode="off")
+    assert smartattn.explain(*call_at(8)).origin == "off"
+    smartattn.configure(mode="error")
+    explanation = smartattn.explain(*call_at(8))
+    assert "MissingRecordError" in explanation.note
+    assert "not measured yet" in str(explanation)
+    assert "rejected: not measured" not in str(explanation)

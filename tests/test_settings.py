@@ -51,7 +51,7 @@ WRONG = [
     ("effort", "much", "'max', 'quick', 'standard'"),
     ("log", "loud", "'debug', 'error', 'info', 'warning'"),
     ("agreement", "all", "'group', 'process'"),
-    ("dynamic", "perhaps", "true or false"),
+    ("dynamic", "perhaps", "true, false or none"),
     ("recognize_masks", "2", "true or false"),
     ("signature_budget_ms", "soon", "a number from 0 to 1e+09"),
     ("signature_budget_ms", "nan", "a number from 0 to 1e+09"),

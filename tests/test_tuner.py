@@ -76,6 +76,21 @@ def test_hopeless_routes_are_not_validated(fake_clock):
     assert "3 ms against 20 us" in record.outcomes["slow"].reasons[0]
 
 
+def test_one_slow_call_that_others_caused_rejects_nothing(fake_clock):
+    """A single call of 8 ms among calls of 0.1 ms is looked at again before its route is called slow."""
+    spiked = FakeBackend("spiked", clock=fake_clock, cost_us=90)
+
+    class Spiking(FakeClock):
+        def once_us(self, run):
+            is_first = not spiked.calls
+            found = super().once_us(run)
+            return found + 8e3 if is_first and spiked.calls else found
+
+    clock = Spiking()
+    spiked.clock = clock
+    assert isinstance(tune(clock, spiked).outcomes["spiked"], Timed)
+
+
 def test_a_route_that_only_plans_slowly_is_not_hopeless(fake_clock):
     """A long first call that is a plan does not count against the route."""
     planned = FakeBackend("planned", clock=fake_clock, cost_us=10, plan_ms=60)

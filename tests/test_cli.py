@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import smartattn
 from smartattn import cli
 from smartattn.cli.commands import COMMANDS
+from smartattn.cli.demo import digest_of
 
 ROOT = Path(smartattn.__file__).parent.parent
 
@@ -97,3 +99,15 @@ def test_demo_text_is_plain_when_piped():
     assert "Second process:" in done.stdout
     rows = [line for line in done.stdout.splitlines() if not line.startswith(("sdpa ", "Stored in "))]
     assert max(map(len, rows)) <= 120
+
+
+def test_the_demo_needs_no_numpy(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch does not bring NumPy along, so nothing in the demo may ask a tensor for an array."""
+
+    def absent(self, *rest, **options):
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", absent)
+    one = digest_of({"a": torch.arange(6.0).view(2, 3).T})
+    assert one == digest_of({"a": torch.arange(6.0).view(2, 3).T.contiguous()})
+    assert one != digest_of({"a": torch.zeros(3, 2)})

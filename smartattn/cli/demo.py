@@ -123,7 +123,7 @@ def digest_of(outputs: dict[str, torch.Tensor]) -> str:
     """Return a digest over the bits of all outputs."""
     digest = hashlib.sha256()
     for name in sorted(outputs):
-        digest.update(outputs[name].cpu().contiguous().numpy().tobytes())
+        digest.update(bytes(outputs[name].cpu().contiguous().flatten().view(torch.uint8).tolist()))
     return digest.hexdigest()[:16]
 
 

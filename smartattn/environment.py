@@ -137,7 +137,7 @@ class Provenance:
         threads: of PyTorch's operators on CPU at the time.
         host: name of the machine.
         smartattn: version of this package.
-        noisy: whether timings drifted more than they may; noisy records stay in memory.
+        noisy: whether the order of routes turned while they were timed; noisy records stay in memory.
     """
 
     date: str

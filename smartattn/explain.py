@@ -72,7 +72,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"signature  {self.signature}"] if self.signature else []
         if self.bucket:
-            lines.append(f"bucket     {self.bucket.rpartition(' N')[2] and 'N' + self.bucket.rpartition(' N')[2]}")
+            lines.append(f"bucket     N{self.bucket.rpartition(' N')[2]}")
         lines.append(f"chosen     {self.route} ({self.origin}){f': {self.note}' if self.note else ''}")
         if self.stock_runs:
             lines.append(f"stock runs {self.stock_runs}")

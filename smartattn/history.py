@@ -67,10 +67,6 @@ class History:
         found = None if lengths is None else lengths.get(signature.lengths)
         return 0 if found is None else sum(counted.num_calls for counted in tuple(found))
 
-    def num_lengths(self, signature: Signature) -> int:
-        """Return how many exact signatures of a family were counted."""
-        return len(self._families.get(signature.family_key, ()))
-
     def expected_calls(self, signature: Signature) -> float:
         """Return how often a new length of a family may be expected to come back.
 

@@ -45,11 +45,6 @@ class Memory:
                 return stored
         return None
 
-    def find_exact(self, environment: Environment, signature: Signature) -> Record | None:
-        """Return the record that was measured at exactly this signature, if there is one."""
-        found = self.find(environment, signature)
-        return found[0] if found is not None and found[0].signature == signature else None
-
     def add(self, environment: Environment, record: Record, *, publish: bool) -> None:
         """Keep a record, and write it to disk when ``publish``."""
         self._remember(environment, record.digest, record, "tuned")

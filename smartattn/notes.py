@@ -17,11 +17,7 @@ MAX_PENDING = 4096
 
 
 class Notes:
-    """Pending signatures and quarantine of this process, written to disk too in the modes that write.
-
-    Attributes:
-        has_quarantine: whether this process itself put any route into quarantine.
-    """
+    """Pending signatures and quarantine of this process, written to disk too in the modes that write."""
 
     def __init__(self, store: Callable[[], Store]) -> None:
         self._store = store

@@ -68,18 +68,6 @@ CUDNN_IS_LAST = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "0") == "1"
 MAX_GRID = 65535
 """Largest second and third dimension of a CUDA launch grid. Source: CUDA C++ programming guide, technical limits."""
 
-ACCEPTS_MASK_AND_CAUSAL = TORCH < (2, 14)
-"""Whether the selector of SDPA lets ``attn_mask`` pass together with ``is_causal`` (fused paths then apply both).
-
-Source: pytorch#187801; torch 2.13.0 on CPU applies both on Flash, Math raises.
-"""
-
-PROMOTES_UNBATCHED = TORCH >= (2, 14)
-"""Whether SDPA itself gives 3-D inputs a batch dimension before it chooses.
-
-Source: ``normalize_unbatched_input`` in the 2.14.1 headers; up to 2.13 a 3-D call always runs Math.
-"""
-
 RETURNS_ZEROS_FOR_EMPTY = TORCH >= (2, 12)
 
 

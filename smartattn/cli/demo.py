@@ -179,7 +179,7 @@ def show(data: Data, console: Console) -> None:
         _show_signature(row, console)
     console.print(f"Stored in {data['cache_dir']}", soft_wrap=True)
     if _num_unstored(data):
-        console.print(f"{_num_unstored(data)} not stored: times drifted while they were measured; is the machine busy?")
+        console.print(f"{_num_unstored(data)} not stored: its order turned while it was measured; is the machine busy?")
     _show_second(data, console)
 
 
